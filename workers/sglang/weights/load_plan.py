@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
+from enginepool.transfer.digest import Digest
 from enginepool.workers.sglang.weights.load_watch import CopyWatch, DryRun, Unplannable, Unrepeatable
 
 torch: Any = importlib.import_module("torch")
@@ -20,7 +22,6 @@ log = logging.getLogger("enginepool")
 
 #: bytes that the proof changes at a time, at least one tensor
 _PROOF_BYTES = 128 << 20
-_COLUMNS = 1024
 
 
 def rebound(model: Any, tensors: Sequence[Tensor]) -> str:
@@ -135,7 +136,7 @@ class LoadPlan:
             Unplannable: the plan is wrong, and the model is as before.
             RuntimeError: the model is not as before.
         """
-        before = _marks(self._model)
+        before = self._digests()
         wrong = ""
         for group in _groups([tensor for tensor in tensors if self.copies[tensor.name]]):
             try:
@@ -153,10 +154,13 @@ class LoadPlan:
                 target.copy_(original)
             if wrong:
                 break
-        if before != _marks(self._model):
+        if before != self._digests():
             raise RuntimeError(f"the model is not as before: {wrong or 'its load writes elsewhere'}")
         if wrong:
             raise Unplannable(wrong)
+
+    def _digests(self) -> list[str]:
+        return [digest_of_tensor(tensor).text() for tensor in _memory(self._model)]
 
     def _misplaced(self, tensors: Sequence[tuple[str, Any]]) -> str:
         for name, tensor in tensors:
@@ -218,21 +222,15 @@ def _put_back(model: Any, before: dict[tuple[int, str], tuple[dict[str, Any], An
     return anew
 
 
-def _marks(model: Any) -> list[list[int]]:
-    """For each piece of the model's memory, sums over rows and over columns of its words, which tell almost any change."""
-    marks: list[Any] = []
-    for tensor in _memory(model):
-        data = (
-            tensor.detach().contiguous().view(-1).view(torch.uint8)
-            if tensor.dim()
-            else tensor.detach().view(1).view(torch.uint8)
-        )
-        whole = data.numel() // 4 * 4
-        words = data[:whole].view(torch.int32)
-        square = words.numel() // _COLUMNS * _COLUMNS
-        rows = words[:square].view(-1, _COLUMNS)
-        parts = [rows.sum(0, dtype=torch.int32), rows.sum(1, dtype=torch.int32), words[square:], data[whole:].to(torch.int32)]
-        row = torch.cat(parts)
-        weights = torch.arange(1, row.numel() + 1, device=row.device)
-        marks.append(torch.stack([row.sum(), (row * weights).sum()]))
-    return torch.stack(marks).tolist() if marks else []
+def digest_of_tensor(tensor: Any, at: int = 0) -> Digest:
+    """The digest of a tensor's bytes, as if they lay in a space from byte `at` on, with zeros behind them."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // ALIGNMENT * ALIGNMENT
+    digest = Digest()
+    if whole:
+        digest.add(data[:whole], at)
+    if whole < data.numel():
+        rest = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=data.device)
+        rest[: data.numel() - whole].copy_(data[whole:])
+        digest.add(rest, at + whole)
+    return digest

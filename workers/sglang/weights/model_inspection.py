@@ -12,7 +12,7 @@ from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import Digest, DigestBatch, Findings
-from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_plan import LoadPlan, digest_of_tensor
 
 torch: Any = importlib.import_module("torch")
 
@@ -26,14 +26,8 @@ def digests(model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> li
     found: list[tuple[str, Digest]] = []
     at = 0
     for name, tensor in _parts(model, plan, manifest):
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        size = -(-data.numel() // ALIGNMENT) * ALIGNMENT
-        padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
-        padded[: data.numel()].copy_(data)
-        digest = Digest()
-        digest.add(padded, at)
-        found.append((name, digest))
-        at += size
+        found.append((name, digest_of_tensor(tensor, at)))
+        at += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return [(name, digest.text()) for name, digest in found]
 
 
