@@ -70,7 +70,7 @@ class SimWeights:
             self._group = group
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open regions, and look at them. Raises EngineError."""
+        """Open regions and read every byte. Raises EngineError."""
         self._opened = weights.regions, await asyncio.to_thread(_open, weights)
         limits = [overflow(tensor.dtype, self._held.get(tensor.name, "")) for tensor in weights.tensors]
         return await asyncio.to_thread(_verified, weights.tensors, self._opened[1], limits)
@@ -175,9 +175,9 @@ def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
 
 
 def _verified(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8], limits: list[float]) -> tuple[str, list[Finding]]:
-    """The digest, and what is wrong with float32 tensors, of which the engine holds nothing from `limits` on.
+    """The digest, and the findings of float32 tensors. A value of `limits` or more is infinity in the engine.
 
-    Others are as good as any bytes.
+    Tensors of other dtypes have no findings.
     """
     where = layout(tensors)
     findings: list[Finding] = []

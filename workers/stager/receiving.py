@@ -16,13 +16,13 @@ from enginepool.workers.stager.shards import cut_space, whole_digest, whole_find
 
 torch: Any = importlib.import_module("torch")
 
-#: Broadcasts on their way at a time where buffers take turns, or the processor does the work: one is looked at while the next
-#: comes in.
+#: Broadcasts under way at a time where two buffers take turns, or the CPU does the work: one bucket is scanned while the next
+#: arrives.
 AHEAD = 2
-#: The coordinator ends an update that takes too long; this is for a stager that everybody forgot.
-FOREVER_S = 24 * 3600.0
-#: A GPU looks at what has come twice: each look makes it leave off what its engine has it do. The first one comes when at least
-#: this part of the bytes is yet to come, so that it is over before they are here; the second, after the last byte, is short.
+#: The coordinator ends an update that takes too long. This limit is for a stager whose worker is gone.
+RECEIVE_S = 24 * 3600.0
+#: A GPU scans twice, because each scan interrupts the engine on that GPU. The first scan begins when this part of the bytes has
+#: not arrived yet, and is over before they arrive. The second one, after the last byte, is short.
 LAST_SCAN = 1 / 8
 
 
@@ -34,11 +34,11 @@ class TensorPart(NamedTuple):
 
 
 class Reception:
-    """What is done with each bucket of an update: made before the first byte comes, and kept for the updates after it.
+    """What is done with each bucket of an update: made before the first byte arrives, and kept for later updates.
 
     Args:
-        memory: a space on each device of the engine; bytes come into the first one, and go on from there.
-        device: of the process group; where the memory is elsewhere, buckets come by way of two buffers there.
+        memory: a space on each device of the engine. Bytes are received into the first one, and copied from there.
+        device: of the process group. Where the memory is on another device, buckets are received into two buffers on this one.
         targets: as `WeightScan` has them.
     """
 
@@ -69,22 +69,22 @@ class Reception:
     def receive(self, group: ProcessGroup) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
 
-        On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
+        On a GPU all work is queued at once. The CPU waits at the end, and where a broadcast is QUEUED buckets ahead.
         """
         scan, scanned = self._scan.begin(), 0
         on_gpu = group.on_device and self._in_place
-        # What the processor looks at it looks at once, while the next bucket comes.
+        # The CPU scans each bucket at once, while the next one arrives.
         scan_after = self._scan_after if on_gpu else range(1, len(self._parts) + 1)
-        # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
-        # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
+        # A broadcast waits for the work that its stream had before. Where each bucket has memory of its own, and a GPU does the
+        # work, no broadcast needs that. So many are begun before the first scan.
         ahead = QUEUED // 2 if on_gpu else AHEAD
         ways = [group.begin(part.into) for part in self._parts[:ahead]]
         for k, part in enumerate(self._parts):
             if self._in_place:
-                ways[k].order(FOREVER_S)
+                ways[k].order(RECEIVE_S)
             else:
-                # What the processor looks at next must have come, and only `wait` hears of a group that is given up.
-                ways[k].wait(FOREVER_S)
+                # The bytes must be here before they are copied. Only `wait` notices that the group was aborted.
+                ways[k].wait(RECEIVE_S)
                 part.regions[0].copy_(part.into, non_blocking=part.regions[0].is_cuda)
             for other in part.regions[1:]:
                 other.copy_(part.regions[0], non_blocking=True)
@@ -94,21 +94,21 @@ class Reception:
             following = k + ahead
             if following < len(self._parts):
                 if following >= QUEUED:
-                    ways[following - QUEUED].wait(FOREVER_S)
+                    ways[following - QUEUED].wait(RECEIVE_S)
                 ways.append(group.begin(self._parts[following].into))
         for way in ways[-QUEUED:]:
-            way.wait(FOREVER_S)
+            way.wait(RECEIVE_S)
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
         return scan.result()
 
 
 class ShardedReception:
-    """What is done with each bucket of an update into a space in shards: made before the first byte comes, and kept.
+    """What is done with each bucket of an update into a space in shards: made before the first byte arrives, and kept.
 
-    Bytes of the last shard come straight into it, on the device of the process group. All others come by way of two buffers
-    there: the last bytes of that shard, if it has four buckets or more, which are needed for bytes of its own when the buffers
-    are needed no more. Each device looks at its shard when that is complete.
+    The last shard is on the device of the process group, and its bytes are received in place. All others are received into two
+    buffers on that device, and copied. The buffers are the last bytes of the last shard, if it has four buckets or more: those
+    bytes are received when the buffers are needed no more. Each device scans its shard when it is complete.
 
     Args:
         memory: the shards, in their order.
@@ -156,7 +156,7 @@ class ShardedReception:
         scanned = 0
         ways = [group.begin(into) for into, _ in self._parts[:AHEAD]]
         for k, (_, copies) in enumerate(self._parts):
-            ways[k].wait(FOREVER_S)
+            ways[k].wait(RECEIVE_S)
             for into, source in copies:
                 into.copy_(source, non_blocking=into.is_cuda)
             while scanned < len(self._scans) and self._complete[scanned] <= k + 1:
@@ -166,7 +166,7 @@ class ShardedReception:
                         running.append(scan.begin())
                         running[-1].add(0)
                 scanned += 1
-            # What was copied out of its buffer is copied before, for the device does both in this order.
+            # The device copies out of the buffer before it receives into it: it does its work in this order.
             if k + AHEAD < len(self._parts):
                 ways.append(group.begin(self._parts[k + AHEAD][0]))
         for device in self._devices:
@@ -182,5 +182,5 @@ class ShardedReception:
 
 
 def _on(device: Any) -> Any:
-    """Where kernels are launched meanwhile."""
+    """A context in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

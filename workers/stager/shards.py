@@ -1,8 +1,7 @@
-"""How the space of an update is cut into shards, one on each GPU of an engine; and how what is found in them is put together.
+"""How the space of an update is cut into shards, one on each GPU of an engine, and how their digests and findings are joined.
 
-Shards follow each other in the space, and are cut at multiples of ALIGNMENT, also inside a tensor. Bytes come to GPU 0, which
-holds the last shard: until its own bytes come, the buffers by which the bytes of the others pass lie in its memory. No torch
-here.
+Shards follow each other in the space, and are cut at multiples of ALIGNMENT, also inside a tensor. GPU 0 receives all bytes and
+holds the last shard. Until its own bytes arrive, its memory has room for the buffers of the other shards. No torch here.
 """
 
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ def whole_digest(parts: Sequence[tuple[int, str]]) -> str:
 
 
 def whole_findings(manifest: Manifest, parts: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """What is wrong with tensors, of what is wrong with their parts in each shard: a part of zeros alone is nothing wrong."""
+    """The findings of whole tensors, from those of their parts in each shard. A tensor is zero only if all its parts are."""
     counts: dict[tuple[str, str], int] = {}
     for finding in (finding for findings in parts for finding in findings):
         key = finding.name, finding.kind

@@ -2,8 +2,8 @@
 
 A snapshot appears under its name whole or not at all, and is never changed. No torch here: every engine can read one.
 
-The digest is a checksum, which a forger can hit. What is restored is trusted because its folder is: others can neither enter it
-nor put another folder in its place.
+The digest is a checksum, which an attacker can match. A snapshot is trusted because of its folder: other users can neither
+enter it nor put another folder in its place.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _CHUNK = 16 << 20
 
 
 class SnapshotError(Exception):
-    """There is no such snapshot, or the file is none. The message is one line."""
+    """There is no such snapshot, or the file is not a snapshot. The message is one line."""
 
 
 class Footer(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ def write_footer(fd: int, nbytes: int, footer: Footer) -> None:
     os.ftruncate(fd, nbytes)
     written = 0
     while written < len(data):
-        # Where room runs out the system may take a part, and say at the next one that there is none.
+        # On a full disk, pwrite may write a part first, and fail at the next call.
         written += os.pwrite(fd, data[written:], nbytes + written)
 
 
@@ -118,7 +118,7 @@ def remove_older(path: str) -> None:
 def remove_all(path: str) -> None:
     """Remove all snapshots of the group to which `path` belongs, also where that is not written yet, and an empty folder.
 
-    What lies in a folder that others can reach stays.
+    Files in a folder that other users can reach stay.
     """
     try:
         check_folder(path)

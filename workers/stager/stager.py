@@ -56,7 +56,7 @@ class Stager:
 
     async def listen(self) -> None:
         """Listen at the socket, from now on."""
-        with contextlib.suppress(OSError):  # its folder is missing: tried again with the next tick
+        with contextlib.suppress(OSError):  # its folder is missing: the next tick tries again
             await asyncio.start_unix_server(self.serve, self.spec.socket)
 
     # --- connections ----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Stager:
         if self.memory_snapshot:
             remove_all(self.memory_snapshot)
         if self.ended.done():
-            os._exit(0)  # from writing them
+            os._exit(0)  # it was writing snapshots, which are of no use any more
         self.unwanted = True
         self.ended.set_result("the process that owns this stager is gone")
 
@@ -157,7 +157,7 @@ class Stager:
             return
         update.forgotten = True
         if update.joining:
-            # The others may be waited for a long time yet, but not by the worker.
+            # Other ranks may join much later. The worker does not wait for them.
             self._say(Joined(update.id, "update_aborted", "the update was given up meanwhile"), update.worker)
         if update.received is None or update.received.code:
             self._leave()
@@ -166,7 +166,7 @@ class Stager:
         self.peer = ""
         group, self.group = self.group, None
         if group is not None:
-            # It may wait for a peer that is stopped.
+            # An abort may wait for a peer that is stopped.
             self._leaving = threading.Thread(target=group.abort, name="leave", daemon=True)
             self._leaving.start()
 
@@ -202,7 +202,7 @@ class Stager:
         nbytes = layout(message.manifest).nbytes
         memory = self.device_memory
         if memory is None or memory.nbytes < nbytes:
-            # What is held there goes: on a GPU there is room for one.
+            # The weights that are kept there are given up: a GPU has room for one space.
             memory = self.device_memory = None
             if self.kept is not None and self.kept.memory.kind == "device":
                 self._snapshots.leave_memory()
@@ -212,7 +212,7 @@ class Stager:
                 self.device_memory = memory
         staging = memory.kind, memory.shards > 1
         if staging != self.staging:
-            self._leave()  # the others were told where buckets stay
+            self._leave()  # the other ranks were told whether buckets stay where they are received
         if self.group is None:
             self.peer = secrets.token_hex(8)
         self.staging = staging
@@ -244,13 +244,13 @@ class Stager:
                     group.abort()
                     return
                 self.group = group
-            # All that can be done before the first byte comes.
+            # Everything that can be done before the first byte arrives.
             reception = update.memory.reception(wanted.manifest, wanted.bucket_bytes, device, wanted.targets)
         except Exception as error:  # of any kind: the worker waits for an answer
             self._soon(update, Joined(update.id, "update_aborted", why(error)))
             return
         if update.forgotten:
-            return  # no byte of it comes, and what lies in its memory stays
+            return  # it receives nothing, so the weights in its memory stay
         if self.kept is not None and self.kept.memory is update.memory:
             self._snapshots.leave_memory()
             self.kept = None
@@ -291,7 +291,7 @@ class Stager:
 
 
 def why(error: Exception) -> str:
-    """One line for the worker; an unforeseen error is told with its kind, and in full on stderr."""
+    """One line for the worker. An unforeseen error is told with its class, and in full on stderr."""
     from enginepool.transfer.process_group import CollectiveError
 
     if isinstance(error, CollectiveError):

@@ -1,7 +1,7 @@
-"""The memory of other processes that a worker's engine has open for an update. It lives as long as it is open anywhere.
+"""Memory of other processes that a worker's engine has open for an update. It is freed when no process has it open.
 
-the stager's one device space   stays open for the next update, until the stager is gone, or replaces it by a larger one
-any other                       is closed as soon as its update is over
+the stager's one device space   stays open for the next update, until the stager ends or replaces it by a larger one
+any other memory                is closed as soon as its update is over
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from enginepool.workers.weights.ipc_import import LentMemoryError, pin
 
 
 class OpenBuffers:
-    """What one engine has open. Each call raises EngineDied."""
+    """The memory that one engine has open. Each call raises EngineDied."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        #: those of which the engine has the regions open
+        #: the engine has the regions of these open
         self._opened = NewWeights()
-        #: of lent memory, which the engine opens by them
+        #: of lent memory: the engine opens it by these
         self._descriptors: list[int] = []
 
     async def prepare_load(self, weights: NewWeights) -> float:
-        """Have the engine prepare to load these while it serves; for how many seconds that kept it from its work."""
+        """Have the engine prepare to load these while it serves. Returns for how many seconds that kept it from its work."""
         self._opened = weights
-        with contextlib.suppress(EngineError):  # the load takes longer then, and reports what is wrong
+        with contextlib.suppress(EngineError):  # the load then takes longer, and reports the error
             return await self._engine.weights.prepare_load(weights)
         return 0.0
 
@@ -51,7 +51,7 @@ class OpenBuffers:
         return await self._engine.weights.verify(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
-        """Close them if they are smaller: memory that is open anywhere cannot be freed for a larger space."""
+        """Close the regions if they are smaller: memory that a process has open cannot be freed for a larger space."""
         sizes = [space.nbytes for space in self._opened.regions]
         if sizes and (sum(sizes) if self._opened.sharded else min(sizes)) < nbytes:
             await self.close()
@@ -61,7 +61,7 @@ class OpenBuffers:
         self._close_descriptors()
         opened, self._opened = self._opened, NewWeights()
         if opened.regions:
-            with contextlib.suppress(EngineError):  # it has refused to open it, too
+            with contextlib.suppress(EngineError):  # an engine that refuses to close them has refused to open them
                 await self._engine.weights.release_buffers()
 
     def _close_descriptors(self) -> None:

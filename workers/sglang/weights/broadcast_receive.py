@@ -1,4 +1,4 @@
-"""Weights that are broadcast straight into the engine's own processes, tensor by tensor as they come. No SGLang here."""
+"""Weights that are broadcast straight into the engine's own processes, tensor by tensor as they arrive. No SGLang here."""
 
 import importlib
 import threading
@@ -13,7 +13,7 @@ from enginepool.workers.sglang.weights.ticket_answers import answer_later
 
 torch: Any = importlib.import_module("torch")
 
-#: a bucket that takes longer never comes
+#: a bucket that takes longer is not waited for
 BUCKET_S = 60.0
 
 
