@@ -12,9 +12,8 @@ connection open and sends nothing.
 """
 
 import asyncio
-import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -41,27 +40,24 @@ class StagerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     socket: str
     name: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: int = 1
+    gpus: Annotated[int, msgspec.Meta(ge=1)] = 1
     lifeline_fd: int | None = None
-    orphan_s: float = 60.0
+    orphan_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
 
 
 def read_spec(environment: Mapping[str, str]) -> StagerSpec:
     """The stager's configuration.
 
     Raises:
-        ValueError: the variable is not set, or holds something else; one line.
+        ValueError: the variable is not set, or holds something else. The message is one line.
     """
     text = environment.get(VARIABLE)
     if text is None:
         raise ValueError(f"{VARIABLE} is not set: it holds the stager's configuration as JSON")
     try:
-        spec = msgspec.json.decode(text, type=StagerSpec)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(text, type=StagerSpec)
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise ValueError(f"{VARIABLE}: {error}") from None
-    if spec.gpus < 1 or not math.isfinite(spec.orphan_s) or spec.orphan_s < 0:
-        raise ValueError(f"{VARIABLE}: gpus = {spec.gpus} must be more than 0, orphan_s = {spec.orphan_s} seconds")
-    return spec
 
 
 # --- worker to stager, also `join`, `release` and `committed` of the coordinator, unchanged -----------------------------

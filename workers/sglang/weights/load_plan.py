@@ -1,10 +1,10 @@
 """What a model's `load_weights` copies where: learned once from tensors without memory, proven, and replayed for every update.
 
-`load_weights` looks up names, cuts and fuses, in Python, for each of hundreds of tensors; the copies that come of it are always
-the same. It is called with tensors on torch's `meta` device under a mode that notes each copy from one of them into the model's
-memory, and carries none out. Anything but views, copies and constant fills is not understood, nor is a load that makes some of
-the model's tensors anew, from others of its weights; such a model is loaded plainly. Runs in the engine's processes; no SGLang
-here.
+`load_weights` looks up names, cuts and fuses, in Python, for each of hundreds of tensors. The copies that follow are always the
+same. To learn them, it is called with tensors on torch's `meta` device, under a mode that notes each copy from one of them into
+the model's memory and carries none out. Views, copies and constant fills can be replayed. A model whose load does anything
+else, or replaces tensors of the model, is loaded by its own `load_weights` in each update. Runs in the engine's processes; no
+SGLang here.
 """
 
 import importlib
@@ -40,7 +40,7 @@ def rebound(model: Any, tensors: Sequence[Tensor]) -> str:
 
 
 def addresses(model: Any) -> dict[tuple[int, str], int]:
-    """Where each tensor lies that a module keeps."""
+    """The address of each tensor that a module keeps."""
     return {place: 0 if data.is_meta else data.data_ptr() for place, (_, _, data) in _kept(model).items()}
 
 
@@ -98,13 +98,13 @@ class LoadPlan:
         return [tensor.data_ptr() for tensor in _memory(self._model)]
 
     def holds(self, names: Iterable[str], *, looked: bool = False) -> bool:
-        """Whether it says of all these names where they go, and the model still lies where it lay. `looked`: that was so a
-        moment ago, and `stays` tells the rest."""
+        """Whether the plan has all these names, and the model's tensors have the addresses that they had. `looked`: the
+        addresses were compared a moment ago, so that `stays` is enough."""
         return all(name in self.copies for name in names) and (self.stays() if looked else self._addresses == self._look())
 
     def stays(self) -> bool:
-        """Whether the tensors of the model lie where they lay. Of modules that came since it knows nothing, as `holds` does; a
-        tenth of its time."""
+        """Whether the tensors of the model have the addresses that they had. Unlike `holds`, it does not see modules that were
+        added since. It takes a tenth of the time."""
         return all(kept.get(name) is tensor and tensor.data_ptr() == at for kept, name, tensor, at in self._places)
 
     def replay(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -129,8 +129,8 @@ class LoadPlan:
         return tensor, here
 
     def prove(self, tensors: Sequence[Tensor]) -> None:
-        """Load every tensor with all its bits turned over, by the model's own `load_weights`; see that each bit is where the
-        plan says, and that after turning them back nothing in the model has changed. The engine must be idle.
+        """Load every tensor with all its bits inverted, by the model's own `load_weights`. Check that each bit is where the
+        plan says. Copy the old values back, and check that nothing in the model has changed. The engine must be idle.
 
         Raises:
             Unplannable: the plan is wrong, and the model is as before.
@@ -195,7 +195,7 @@ def _memory(model: Any) -> list[Any]:
 
 
 def _kept(model: Any) -> dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]:
-    """Every tensor that a module keeps, attributes among them: where, which one, and its memory."""
+    """Every tensor that a module keeps, also as a plain attribute: the dict that has it, the tensor, and its memory."""
     places: list[dict[str, Any]] = []
     for module in model.modules():
         places += [module._parameters, module._buffers, vars(module)]
@@ -208,7 +208,7 @@ def _kept(model: Any) -> dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]:
 
 
 def _put_back(model: Any, before: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]) -> str:
-    """Have modules keep the tensors of before, in the memory and shape of before. The name of one that was another, or ""."""
+    """Give modules their old tensors back, in the old memory and shape. The name of one that had been replaced, or ""."""
     anew = ""
     for place, (kept, _, _) in _kept(model).items():
         if place not in before:

@@ -1,7 +1,7 @@
-"""What a model's `load_weights` does with tensors without memory: its copies are noted, or it just runs to its end.
+"""Runs a model's `load_weights` on tensors without memory: to note its copies, or only to see what it replaces.
 
-It is called with tensors on torch's `meta` device. Anything but views, copies and constant fills is not understood. Runs in the
-engine's processes; no SGLang here.
+The tensors are on torch's `meta` device. A load that does more than views, copies and constant fills is `Unplannable`. Runs in
+the engine's processes; no SGLang here.
 """
 
 import importlib
@@ -21,11 +21,11 @@ class Unplannable(Exception):
 
 
 class Unrepeatable(Unplannable):
-    """The model's load does not know one of the tensors, or knows it no more. The message is one line."""
+    """The model's load does not know one of the tensors. The message is one line."""
 
 
 class Copy(NamedTuple):
-    """Elements of a checkpoint's tensor, and the memory of the model that they go to; `size` () and `fill`: a constant."""
+    """A copy of elements of a checkpoint's tensor into memory of the model; or of the constant `fill`."""
 
     target: Any
     size: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class CopyWatch(_Mode):
             return args[0]
         if func is _aten._local_scalar_dense.default and not real:
             self.expect_no_number()
-            # One that no load has of its own; read as a number and filled in is how SGLang copies a single element.
+            # SGLang copies a single element by reading it as a number and filling it in. No load has this number itself.
             self._number = 0.7390851332151607 + len(self.copies), args[0]
             return self._number[0]
         if func is _aten.fill_.Scalar and real and self._number is not None:

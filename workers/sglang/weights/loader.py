@@ -80,7 +80,7 @@ class ModelWeights:
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
         self._member = GroupMember()
-        #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
+        #: the model's addresses were checked when the group was joined, while the engine served: that takes a millisecond
         self._looked = False
         self._prepared: PreparedLoad | None = None
         self._lent = LentMemory()
@@ -247,7 +247,7 @@ class ModelWeights:
     def _load(
         self, manifest: list[Tensor], pairs: Pairs, lasting: Pairs | None = None, *, looked: bool = False
     ) -> dict[str, Any]:
-        """Load `pairs`; by the model's own load `lasting` ones, where there is a difference: it may keep them for later."""
+        """Load `pairs` by the plan, or `lasting` ones by the model's own load, which may keep tensors for later."""
         plan = self._plan
         if plan is not None and plan.holds((tensor.name for tensor in manifest), looked=looked):
             return self._exchange(manifest, lambda: plan.replay(pairs()))
@@ -327,7 +327,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _still(sealed: bool) -> None:
-    """Raises ValueError: what has been copied is unknown."""
+    """Raises ValueError: the memory was changed while it was copied."""
     if not sealed:
         raise ValueError("the memory that the weights came from was given to something else meanwhile")
 

@@ -1,8 +1,8 @@
-"""What a hand-over needs, made ready while the engine serves: a space open, and every copy out of it in a few lists.
+"""A load that is prepared while the engine serves: the space is open, and all copies out of it are in a few lists.
 
-What is left for the hold is one look at whether the model's memory still lies where it lay, and as few calls as there are kinds
-of copies. Getting ready takes the scheduler's thread from its forwards, so it is done a moment at a time; host memory
-is pinned all at once. Runs in the engine's processes; no SGLang here.
+Two steps remain for the hold: a check that the model's tensors have the same addresses as before, and one call for each kind of
+copy. Preparing keeps the scheduler's thread from forwards, so it is done a moment at a time. Only host memory is pinned all at
+once. Runs in the engine's processes; no SGLang here.
 """
 
 import importlib
@@ -81,8 +81,8 @@ def sealed(opened: OpenedMemory, described: Sequence[dict[str, Any]]) -> bool:
 
 
 class HostCopies:
-    """Copies and fills, for as few calls as possible. None of a run touches memory that another one of it writes, so that their
-    order does not matter; a run begins where one would, and runs keep their order."""
+    """Copies and fills in runs, for as few calls as possible. Within a run none writes to memory that another one writes to, so
+    that their order does not matter. A copy that would begins the next run. Runs keep their order."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
@@ -196,8 +196,8 @@ class PreparedLoad:
         self.seconds += time.perf_counter() - began
 
     def serves(self, name: int, described: list[dict[str, Any]], text: str) -> bool:
-        """Whether another update with the same tensors in the same memory can use it; it then has that name, and is looked at
-        again. A GPU's handle always names the same memory; of a file only the path is known."""
+        """Whether another update with the same tensors in the same memory can use it. If so it takes that name, and the model's
+        addresses are checked again. A GPU's handle always names the same memory; a file's path does not."""
         if not self.done or any(space["kind"] != "cuda" for space in described) or self._source != (described, text):
             return False
         self.name, self.done, self.seconds = name, False, 0.0
@@ -219,7 +219,7 @@ class PreparedLoad:
         self.seconds += spent
 
     def close(self) -> None:
-        """Make no more of it. What it refers to goes when it goes, and not when Python next looks for cycles."""
+        """End the preparation, so that its memory is freed with the last reference, not by Python's next search for cycles."""
         self._steps.close()
 
     def _look(self) -> Generator[bool]:

@@ -1,8 +1,8 @@
 """Weight updates of an SGLang engine, from the side of the worker's process: tickets to the loader in its schedulers.
 
-The recipe: nothing is in the engine; one `update_weights_from_tensor`, without a flush of SGLang's own, whose assertion would
-end the engine; our loader has the caches flushed before and after. Every answer is looked at. What can be done before the
-engine stands still is done by `ready`; the ticket to `load_weights` is tiny then. No SGLang here.
+A load is one `update_weights_from_tensor` on an empty engine. SGLang's own flush is off, because its assertion would end the
+engine: the loader flushes the caches before and after. Every answer is checked. `prepare_load` does what can be done before the
+engine stops for the load, so that the ticket of the load is tiny. No SGLang here.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class SglangWeights:
         if not self._refused:
             self.plain = next((one["plain"] for one in answers if one["plain"]), "")
             tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
-            # What one rank leaves to another is needed.
+            # A tensor that one rank does without may be needed by another one.
             optional = frozenset[str].intersection(*(frozenset(one["optional"]) for one in answers))
             self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]), answer["held"])
 
@@ -134,8 +134,8 @@ class SglangWeights:
         return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
 
     def _of_each_rank(self, weights: NewWeights) -> list[list[dict[str, Any]]]:
-        """The regions for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
-        they read it across. Raises EngineError."""
+        """The regions for each rank, as a ticket has them: its own one, or all shards. Ranks without an own one read the first
+        one, on a GPU across GPUs. Raises EngineError."""
         if not weights.regions:
             raise EngineError("regions: expected one or more, got none")
         regions: list[dict[str, Any]] = msgspec.to_builtins(list(weights.regions))
@@ -144,7 +144,7 @@ class SglangWeights:
         return [[space] for space in regions] if len(regions) == self.ranks else [regions[:1]] * self.ranks
 
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
-        """The second answers to tickets that are carried out while the engine works. Raises EngineError."""
+        """The second answers to tickets that are carried out while the engine serves. Raises EngineError."""
         paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
         _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
@@ -247,7 +247,7 @@ class SglangWeights:
         _raise_first(answers)
         parts = {name: digest for answer in answers for name, digest in answer["digests"]}
         why = next((answer["why"] for answer in answers if answer["why"]), "")
-        # What one rank leaves to another is there.
+        # A tensor that is absent in one rank may be in another one.
         absent = set[str].intersection(*(set(answer["absent"]) for answer in answers))
         if absent and not why:
             why = f"the engine holds nothing of {min(absent)}"
