@@ -33,21 +33,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 class Engines:
-    """The running engines by name. They start side by side, because it takes each of them many seconds."""
+    """The running engines by name."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._hosted = {name: self._start(name) for name in ("causal", "reward")}
+        self._hosted: dict[str, HostedEngine] = {}
 
     def _start(self, name: str) -> HostedEngine:
         if name == "causal":
-            return HostedEngine(str(self._models.causal), refused={"dp_size": 2}, **BUDGETS)
+            return HostedEngine(str(self._models.causal), **BUDGETS)
         # This one prepares a forward while another runs, as on a GPU.
         return HostedEngine(str(self._models.reward), options={"disable_overlap_schedule": False}, **BUDGETS)
 
     def get(self, name: str) -> HostedEngine:
         """The engine, ready; another one when a test has ended it."""
-        if self._hosted[name].ended:
+        if name not in self._hosted or self._hosted[name].ended:
             self._hosted[name] = self._start(name)
         return self._hosted[name].wait_until_started()
 

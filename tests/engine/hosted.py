@@ -17,6 +17,8 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
+from tests.engine import forked as forks
+from tests.process import forking
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
 START_S = 500
@@ -29,17 +31,19 @@ class HostedEngine:
 
     Args:
         refused: options with which another engine is tried before.
-        forked: its processes are forked from one that has imported SGLang, which saves ten seconds. Otherwise they are spawned,
-            as a worker has them.
+        forked: its processes are forked from one that has imported SGLang (`forked`), which saves twenty seconds. On a GPU
+            and where it is false, they are spawned, as a worker has them.
     """
 
-    def __init__(self, model: str, refused: dict[str, Any] | None = None, forked: bool = False, **settings: Any) -> None:
+    def __init__(self, model: str, refused: dict[str, Any] | None = None, forked: bool = True, **settings: Any) -> None:
         settings = {"device": "cpu"} | settings
-        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-        if forked:
-            context.set_forkserver_preload(["tests.engine.preloaded"])
+        forked = forked and settings["device"] == "cpu"
+        context: Any = forks.server() if forked else multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_host_forked if forked else _host, args=(theirs, model, settings, refused))
+        arguments = (theirs, model, settings, refused)
+        self._process = context.Process(
+            target=_host_forked if forked else _host, args=(dict(os.environ), *arguments) if forked else arguments
+        )
         self._process.start()
         theirs.close()
         self.capabilities: Capabilities | None = None
@@ -225,15 +229,10 @@ def _scheduler() -> psutil.Process:
     return scheduler
 
 
-def _keep_start_method(*_: object, **__: object) -> None:
-    """SGLang asks for "spawn"."""
-
-
-def _host_forked(pipe: Connection, model: str, settings: dict[str, Any], refused: dict[str, Any] | None) -> None:
-    multiprocessing.set_start_method("fork", force=True)
-    library: Any = multiprocessing
-    library.set_start_method = _keep_start_method
-    _host(pipe, model, settings, refused)
+def _host_forked(environment: dict[str, str], *arguments: Any) -> None:
+    forking.become(environment)
+    forking.fork_what_sglang_spawns()
+    _host(*arguments)
 
 
 def _host(pipe: Connection, model: str, settings: dict[str, Any], refused: dict[str, Any] | None) -> None:

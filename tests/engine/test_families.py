@@ -92,7 +92,7 @@ def test_scores_are_those_of_transformers_before_and_after_an_update(
 ) -> None:
     family = FAMILIES[name]
     before, after = direct(library, name, tmp_path / "model"), direct(library, name, tmp_path / "other", seed=1)
-    engine = HostedEngine(str(tmp_path / "model"), forked=True, options=dict(family.options)).wait_until_started()
+    engine = HostedEngine(str(tmp_path / "model"), options=dict(family.options)).wait_until_started()
     try:
         first = scored(engine, family)
         assert_close(first, before)
@@ -117,7 +117,7 @@ def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(
 ) -> None:
     direct(library, name, tmp_path)
     assert table()[name] == ("refused", "refused")
-    engine = HostedEngine(str(tmp_path), forked=True)
+    engine = HostedEngine(str(tmp_path))
     with pytest.raises(EngineUnusable, match=REFUSED[name]):
         engine.wait_until_started()
     engine.end()
@@ -131,11 +131,11 @@ def test_a_checkpoint_without_its_untied_head_is_refused_and_dummy_weights_are_n
     tensors = checkpoint(tmp_path)
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    engine = HostedEngine(str(tmp_path), forked=True)
+    engine = HostedEngine(str(tmp_path))
     with pytest.raises(EngineUnusable, match=r"incomplete: no tensor of the checkpoint fills lm_head\.weight$"):
         engine.wait_until_started()
     engine.end()
-    engine = HostedEngine(str(tmp_path), forked=True, options={"load_format": "dummy"}).wait_until_started()
+    engine = HostedEngine(str(tmp_path), options={"load_format": "dummy"}).wait_until_started()
     scored(engine, FAMILIES["Llama"])
     engine.close()
 
@@ -145,6 +145,6 @@ def test_a_model_that_predicts_tokens_is_served_through_the_transformers_backend
     name: str, tmp_path: Path, library: ProcessPoolExecutor
 ) -> None:
     expected = direct(library, name, tmp_path)
-    engine = HostedEngine(str(tmp_path), forked=True, options={"model_impl": "transformers"}).wait_until_started()
+    engine = HostedEngine(str(tmp_path), options={"model_impl": "transformers"}).wait_until_started()
     assert_close(scored(engine, FAMILIES[name]), expected)
     engine.close()

@@ -17,6 +17,7 @@ from enginepool import Pool, ScoreResult
 from enginepool.config import GroupConfig, PoolConfig, RestartConfig, Timing
 from enginepool.errors import BadRequest, PoolDown
 from enginepool.protocol.messages import GroupStatus
+from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
@@ -43,7 +44,7 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0, forward_s=15.0),
         )
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         patch.undo()
         yield daemon
 
@@ -195,7 +196,7 @@ def test_a_model_path_that_does_not_exist_is_said_in_the_status_and_to_callers(p
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
     )
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> PoolDown:
         async with Pool.connect(daemon.address) as pool:

@@ -15,6 +15,7 @@ from enginepool import EmbedResult, Pool
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.errors import BadRequest
 from tests.engine.embedders import Embedder, last_token_model
+from tests.engine.forked import ForkedDaemon
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
 
@@ -45,7 +46,7 @@ def daemon(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Iter
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0, forward_s=15.0),
         )
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         patch.undo()
         yield daemon
 

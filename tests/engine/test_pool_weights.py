@@ -17,6 +17,7 @@ import pytest
 from enginepool import Pool, ScoreResult, WeightPublisher, errors
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
@@ -51,7 +52,7 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0, forward_s=30.0),
         )
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         patch.undo()
         yield daemon
 

@@ -7,6 +7,7 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models
 from tests.process.daemons import Daemon
 from tests.process.priorities import Medians, medians
@@ -30,7 +31,7 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0),
         )
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         patch.undo()
         yield daemon
 

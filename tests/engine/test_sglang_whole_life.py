@@ -1,6 +1,7 @@
 """How the real engine starts, tells that it was lost, and ends."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,24 @@ from enginepool.protocol.messages import Part
 from enginepool.workers.engine import EngineDied, EngineUnusable, RowBatch, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
+from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import CLOSE_S, HostedEngine
+from tests.engine.reference import Models
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
 BATCH = RowBatch((RowPart(*ROW, asked=Part([], [1])),))
 REWARD_BATCH = RowBatch((RowPart(*ROW),))
+
+
+@pytest.fixture(scope="module")
+def causal(models: Models) -> Iterator[HostedEngine]:
+    """Its processes are spawned, as a worker has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        hosted = HostedEngine(str(models.causal), refused={"dp_size": 2}, forked=False, **BUDGETS)
+        yield hosted.wait_until_started()
+    hosted.end()
 
 
 def test_capabilities_are_those_of_the_loaded_model(causal: HostedEngine, reward: HostedEngine) -> None:

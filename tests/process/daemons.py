@@ -72,15 +72,18 @@ class Daemon:
         self._reader.start()
         processes.then(self._clean)
         try:
-            self.process = processes.start(
-                [*within, sys.executable, "-m", "enginepool.coordinator.shell.daemon"],
-                env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=write,
-            )
+            self.process = self._launch({**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()}, write, within)
         finally:
             os.close(write)
+
+    def _launch(self, environment: Mapping[str, str], stderr: int, within: Sequence[str]) -> "subprocess.Popen[Any]":
+        return self._processes.start(
+            [*within, sys.executable, "-m", "enginepool.coordinator.shell.daemon"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
 
     def _clean(self) -> None:
         """Once it has ended."""
@@ -111,7 +114,7 @@ class Daemon:
 
     def successor(self) -> "Daemon":
         """The next coordinator with the same configuration; it listens."""
-        return Daemon(self._processes, self.config).listening()
+        return type(self)(self._processes, self.config).listening()
 
     def last_words(self, group: str, lines: int = 60) -> str:
         """The ends of what all workers of a group have written, also of those that are gone; bars of progress are left out."""

@@ -26,7 +26,10 @@ class Processes:
 
     def start(self, command: Sequence[str], *, first: signal.Signals = signal.SIGTERM, **options: Any) -> subprocess.Popen[Any]:
         """As `subprocess.Popen`. What is still there at the end is sent `first`, and killed if that is not enough."""
-        process = subprocess.Popen(command, **options)
+        return self.keep(subprocess.Popen(command, **options), first)
+
+    def keep(self, process: Any, first: signal.Signals = signal.SIGTERM) -> Any:
+        """Treat a process as `start` does. It was started in another way, and has the methods of a `Popen`."""
         self._ends.callback(_end, process, first)
         return process
 
@@ -39,7 +42,7 @@ class Processes:
         self._ends.callback(clean)
 
 
-def _end(process: "subprocess.Popen[Any]", first: signal.Signals) -> None:
+def _end(process: Any, first: signal.Signals) -> None:
     family = _descendants(process)
     try:
         process.send_signal(first)
@@ -62,7 +65,7 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
 
 
-def _descendants(process: "subprocess.Popen[Any]") -> set[psutil.Process]:
+def _descendants(process: Any) -> set[psutil.Process]:
     """Whatever a living process has started; nobody is left who could say it of one that has ended."""
     if process.poll() is not None:
         return set()

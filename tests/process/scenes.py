@@ -12,6 +12,7 @@ from enginepool import Pool, WeightPublisher, errors
 from enginepool.protocol.messages.weight_reports import HELD, UpdateRecord
 from enginepool.trainer.update_handle import UpdateHandle
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.weights import MANIFEST, TENSORS, Gate, Load, some_weights
 
@@ -127,7 +128,7 @@ class Arena:
         if self.daemon is None or options != self.options:
             self.close()
             config = sim_pool(self.directories(), workers=3, options={**COSTS, **options}, **TIMES)
-            self.daemon, self.options = Daemon(self.processes, config).listening(), options
+            self.daemon, self.options = ForkedDaemon(self.processes, config).listening(), options
         return self.daemon
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ Those that copy are told apart by nothing but that. What is copied here lies in 
 """
 
 import importlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from enginepool.transfer.nccl_environment import nccl_environment
 from enginepool.transfer.peer_copy import CopyReceiver, CopySource
 from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
+from tests.process import forking
 
 torch: Any = importlib.import_module("torch")
 
@@ -82,7 +82,7 @@ class Peer:
     def __init__(
         self, address: str, name: str, world: int, rank: int, *, sglang: bool = False, stays: bool | None = True
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking.server()
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=peer, args=(theirs, address, name, world, rank, sglang, stays))
         self.process.start()

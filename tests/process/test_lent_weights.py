@@ -17,7 +17,8 @@ from enginepool.trainer import update_handle as update
 from enginepool.transfer.digest import Digest
 from tests.open_files import lent_here
 from tests.process.commands import ROOT
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play
 from tests.process.weights import Load, some_weights
@@ -152,7 +153,7 @@ def test_weights_that_nobody_keeps_are_asked_of_their_publisher(processes: Proce
     config = sim_pool(tmp_path, workers=2, options=COSTS, **TIMES)
 
     async def main() -> None:
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
             stage = Stage(processes, daemon, pool, publisher, Load(daemon.address))
             await stage.all_on(0)

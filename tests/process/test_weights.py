@@ -16,7 +16,8 @@ import pytest
 from enginepool import Pool, WeightPublisher, errors
 from enginepool.protocol.manifest import Manifest
 from enginepool.trainer.buffers import Buffers, Cut
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play
 from tests.process.weight_scenes import killed_trainer, loss, twenty_updates, wrong_weights
@@ -82,7 +83,7 @@ def test_workers_come_back_on_the_committed_weights_also_after_the_whole_pool_wa
     config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot=snapshot, **TIMES)
 
     async def main() -> None:
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
             load = Load(daemon.address)
             stage = Stage(processes, daemon, pool, publisher, load)
@@ -95,7 +96,7 @@ def test_workers_come_back_on_the_committed_weights_also_after_the_whole_pool_wa
                         await asyncio.sleep(0.02)
                 await stage.all_on(7)
             assert await asyncio.to_thread(daemon.end) == 0
-            stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, config).listening())
+            stage.daemon = await asyncio.to_thread(lambda: ForkedDaemon(processes, config).listening())
             async with load.running():
                 await stage.all_on(7)
             assert (await asyncio.to_thread(stage.daemon.end)) == 0
@@ -107,13 +108,13 @@ def test_weights_that_are_held_nowhere_any_more_are_asked_of_whoever_publishes(p
     config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot="none", **TIMES)
 
     async def main() -> None:
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
             stage = Stage(processes, daemon, pool, publisher, Load(daemon.address))
             await stage.all_on(0)
             await stage.publish(3)
             assert await asyncio.to_thread(daemon.end) == 0
-            stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, config).listening())
+            stage.daemon = await asyncio.to_thread(lambda: ForkedDaemon(processes, config).listening())
             await asyncio.wait_for(publisher.wanted.wait(), PATIENCE_S)
             assert publisher.wanted_version == 3
             with pytest.raises(errors.NeedsWeights, match="3"):
@@ -222,7 +223,7 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: st
         if finish is not None:
             await stage.phase(handle, "load")
         await asyncio.to_thread(stage.daemon.kill)
-        stage.daemon = await asyncio.to_thread(lambda: Daemon(stage.processes, stage.daemon.config).listening())
+        stage.daemon = await asyncio.to_thread(lambda: ForkedDaemon(stage.processes, stage.daemon.config).listening())
         gate.opened.set()
         why = await stage.end(finish or handle.finish())
         assert (await stage.pool.weights()).version == (stage.old if why else new)

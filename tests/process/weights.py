@@ -26,6 +26,8 @@ MANIFEST = (
 #: the same as an option of the sim engine
 TENSORS: list[Any] = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in MANIFEST]
 LABELS = [5, 6]
+#: seconds between an answer and the next question of a caller: scenes wait for time limits, and their machine has more to do
+PAUSE_S = 0.05
 #: query, items, answer
 Asked = tuple[list[int], list[list[int]], ScoreResult]
 
@@ -55,7 +57,7 @@ class Gate:
 
 @dataclass
 class Load:
-    """Clients that ask without pause. `check` compares every answer with what the committed weights must say."""
+    """Clients that ask all the time. `check` compares every answer with what the committed weights must say."""
 
     address: str
     clients: int = 2
@@ -98,6 +100,7 @@ class Load:
             items = [[rng.randrange(1000) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(1, 20))]
             self.asked += 1
             self.answers.append((query, items, await pool.score(query, items, label_token_ids=LABELS)))
+            await asyncio.sleep(PAUSE_S)
 
     def check(self) -> None:
         """No answer is lost, and each is of a version that was committed, with exactly those weights."""

@@ -1,0 +1,21 @@
+"""Engines and pools whose processes are forked from one that has imported SGLang. Each would import it for seven seconds.
+
+`test_examples.py` and `test_sglang_whole_life.py` start theirs as users do.
+"""
+
+from typing import Any
+
+from tests.process import forking
+
+PRELOADED = "tests.engine.preloaded"
+
+
+def server() -> Any:
+    """As `forking.server`."""
+    return forking.server(PRELOADED)
+
+
+class ForkedDaemon(forking.ForkedDaemon):
+    """A coordinator process whose workers have SGLang."""
+
+    preloaded = PRELOADED
