@@ -57,22 +57,23 @@ def stranger(worker: Worker, can: Capabilities) -> str:
     slot, before = worker.slot, worker.capabilities
     if (slot is not None and slot.packed != can.packed) or (before is not None and before.packed != can.packed):
         return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
-    others = _other_classes(worker)
     for first in (worker.group.plain, worker.group.packed):
-        if first is not None and first.packed in others and (wrong := differs(first, can)):
+        if first is not None and _others(worker, first.packed) and (wrong := differs(first, can)):
             return wrong
     return ""
 
 
 def alone_in_class(worker: Worker, can: Capabilities) -> bool:
     """Whether no other worker of its class in its group is or was ready."""
-    return can.packed not in _other_classes(worker)
+    return not _others(worker, can.packed)
 
 
-def _other_classes(worker: Worker) -> set[bool]:
-    """The values of `packed` of the other workers in its group that are or were ready."""
-    others = worker.group.workers.values()
-    return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}
+def _others(worker: Worker, packed: bool) -> bool:
+    """Whether another worker in its group is or was ready and is packed, or is plain where `packed` is False."""
+    for other in worker.group.workers.values():
+        if other is not worker and other.capabilities is not None and other.capabilities.packed == packed:
+            return True
+    return False
 
 
 def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
