@@ -149,15 +149,22 @@ def test_a_wheel_is_imported_from_any_folder(installed: Path, tmp_path: Path) ->
     assert found["rooms"] == [str(installed / "enginepool" / place) for place in places]
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
+@pytest.fixture(scope="module", params=[True, False], ids=["with links", "without links"])
+def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkout, and the folder of its editable install. Without links too: where git makes none, on a zip download, on some
+    file systems."""
+    place = tmp_path_factory.mktemp("editable")
+    source = checkout(place / "clone") if request.param else without_links(checkout(place / "clone"))
+    zipfile.ZipFile(build("build_editable", source, place / "wheel")).extractall(place / "site")
+    return source, place / "site"
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["in the checkout", "elsewhere"])
-def test_an_editable_install_runs_the_checkout_and_no_file_twice(links: bool, inside: bool, tmp_path: Path) -> None:
-    """Without links too: where git makes none, on a zip download, on some file systems."""
-    source = checkout(tmp_path / "clone") if links else without_links(checkout(tmp_path / "clone"))
-    editable = build("build_editable", source, tmp_path / "wheel")
-    (tmp_path / "site").mkdir()
-    zipfile.ZipFile(editable).extractall(tmp_path / "site")
-    found = json.loads(python(IMPORT_ALL, tmp_path / "site", cwd=source if inside else tmp_path))
+def test_an_editable_install_runs_the_checkout_and_no_file_twice(
+    editable: tuple[Path, Path], inside: bool, tmp_path: Path
+) -> None:
+    source, site = editable
+    found = json.loads(python(IMPORT_ALL, site, cwd=source if inside else tmp_path))
     real = [os.path.realpath(file) for file in found["rooms"]]
     places = ("enginepool/__init__.py", "protocol/messages/__init__.py", "workers/engine.py")
     assert real == [str(source / place) for place in places]
