@@ -93,26 +93,9 @@ def _resolved(device: str) -> str:
 
 def _with_our_entries(engine: Any, attention: str) -> Any:
     """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there."""
-    classes = [
-        getattr(importlib.import_module(module), name)
-        for module, name in (
-            (patches.SCHEDULER, "Scheduler"),
-            (patches.TIMES, "SchedulerReqTimeStats"),
-            (patches.LOGPROBS, "OutputLogprobProcessor"),
-            (patches.LOGITS, "LogitsProcessor"),
-            (patches.LOADER, "DefaultModelLoader"),
-            (patches.UPDATER, "SchedulerWeightUpdaterManager"),
-            (patches.MODEL_UPDATER, "WeightUpdater"),
-            (patches.MODEL, "ModelConfig"),
-            (patches.POOLER, "CrossEncodingPooler"),
-        )
-    ]
     entries = {
-        name: staticmethod(partial(entry, getattr(engine, name), *extra))
-        for name, entry, extra in (
-            ("run_scheduler_process_func", run_scheduler, (*classes, attention)),
-            ("run_detokenizer_process_func", run_detokenizer, ()),
-        )
+        "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention)),
+        "run_detokenizer_process_func": staticmethod(partial(run_detokenizer, engine.run_detokenizer_process_func)),
     }
     return type("PoolEngine", (engine,), entries)
 

@@ -14,6 +14,7 @@ from typing import Any
 from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
+from enginepool.workers.sglang.patches import table as patches
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -128,47 +129,37 @@ def note_own_load(loader: Any) -> None:
     loader._get_all_weights = get_all_weights
 
 
-def run_scheduler(
-    run: Callable[..., Any],
-    scheduler: Any,
-    stats: Any,
-    processor: Any,
-    packed_processor: Any,
-    loader: Any,
-    updater: Any,
-    model_updater: Any,
-    model_config: Any,
-    pooler: Any,
-    attention: str,
-    settings: Any,
-    ports: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the nine after it are classes of SGLang.
+def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports: Any, *args: Any, **kwargs: Any) -> Any:
+    """Entry of a scheduler process: `run` is SGLang's own.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
     """
     keep_notes("scheduler")
     start_biases_at_zero()
-    report_every_forward(stats)
-    gather_labels_without_waiting(processor, packed_processor)
-    gather_logits_by_nccl(packed_processor)
+    scheduler, pooler = _class(patches.SCHEDULER, "Scheduler"), _class(patches.POOLER, "CrossEncodingPooler")
+    sequences = _class(patches.LOGITS, "LogitsProcessor")
+    report_every_forward(_class(patches.TIMES, "SchedulerReqTimeStats"))
+    gather_labels_without_waiting(_class(patches.LOGPROBS, "OutputLogprobProcessor"), sequences)
+    gather_logits_by_nccl(sequences)
     answer_before_the_next_launch(scheduler)
     complete_configurations(importlib.import_module("transformers"))
-    use_all_positions(model_config)
+    use_all_positions(_class(patches.MODEL, "ModelConfig"))
     for operation in OPERATIONS:
         operation.change_scheduler(pooler)
-    note_own_load(loader)
+    note_own_load(_class(patches.LOADER, "DefaultModelLoader"))
     note_scheduler(scheduler)
-    open_session_for_tickets(updater, LOADER)
-    pass_tickets_of_refused_updates(model_updater, LOADER)
+    open_session_for_tickets(_class(patches.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
+    pass_tickets_of_refused_updates(_class(patches.MODEL_UPDATER, "WeightUpdater"), LOADER)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.patches.attention")  # it needs torch
         module: Any = importlib.import_module(attention)
         changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
         changes.place_items_on_the_host(module.FlashInferAttnBackend)
     return run(settings, answer_at_once(ports), *args, **kwargs)
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def run_detokenizer(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -167,7 +167,7 @@ PRIVATE: tuple[Private, ...] = (
         "operations/embed.py", POOLER,
         ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize"),
     ),
-    *_private("host/build.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
+    *_private("host/process.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(
         "weights/updates.py", TOKENIZER,
@@ -248,10 +248,10 @@ PRIVATE: tuple[Private, ...] = (
         ("SchedulerReqTimeStats.enable_metrics forward_entry_time", "read", "when a row's forward began"),
     ),
     *_private(
-        "host/build.py", LOGPROBS,
-        ("OutputLogprobProcessor", "read", "finds its module again in the scheduler's process"),
+        "host/process.py", LOGPROBS,
+        ("OutputLogprobProcessor", "read", "its module has the function"),
     ),
-    *_private("host/build.py", LOGITS, ("LogitsProcessor", "read", "finds its module again in the scheduler's process")),
+    *_private("host/process.py", LOGITS, ("LogitsProcessor", "read", "its module has the function")),
     *_private(
         "patches/scheduler.py", LOGPROBS,
         (
