@@ -67,10 +67,20 @@ class RowPart:
     asked: Part = field(default_factory=lambda: Part([]))
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def tokens(self) -> int:
+        """Of all rows."""
+        queries = self.query.size if self.query_lengths is not None else self.query.size * self.item_lengths.size
+        return queries + self.items.size
+
+    @property
+    def lengths(self) -> list[int]:
         """Tokens of each row, query and item together."""
-        queries = self.query.size if self.query_lengths is None else self.query_lengths
-        return self.item_lengths.astype(np.int64) + queries
+        items: list[int] = self.item_lengths.tolist()
+        if self.query_lengths is None:
+            size = self.query.size
+            return [size + item for item in items]
+        queries: list[int] = self.query_lengths.tolist()
+        return [query + item for query, item in zip(queries, items, strict=True)]
 
     @property
     def shared(self) -> int:

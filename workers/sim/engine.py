@@ -218,7 +218,7 @@ class SimEngine:
     def _tokens(self, batch: RowBatch) -> int:
         if self._capabilities.packed:
             return packed_cost(batch.parts, self._capabilities)
-        return sum(int(part.lengths.sum()) for part in batch.parts)
+        return sum(part.tokens for part in batch.parts)
 
     def _answer(self, batch: RowBatch) -> BatchOutcome:
         o, operation = self.options, self._operations[batch.operation]

@@ -13,11 +13,11 @@ def check_rows(part: RowPart, capabilities: Capabilities) -> None:
         refuse_unpackable(part, capabilities)
     else:
         lengths = part.lengths
-        if not lengths.size:
+        if not lengths:
             raise EngineError("items are empty")
-        if lengths.min() < 1:
+        if min(lengths) < 1:
             raise EngineError("a row has no tokens")
-        if (longest := int(lengths.max())) > capabilities.context:
+        if (longest := max(lengths)) > capabilities.context:
             raise EngineError(f"a row has {longest} tokens; this engine takes {capabilities.context}")
     for ids in (part.query, part.items):
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < capabilities.vocab:
@@ -30,7 +30,7 @@ def refuse_oversize(parts: Sequence[RowPart], capabilities: Capabilities) -> Non
         tokens = packed_cost(parts, capabilities)
     else:
         page = capabilities.page
-        tokens = sum(int((-(-part.lengths // page) * page).sum()) for part in parts)
+        tokens = sum(-(-length // page) * page for part in parts for length in part.lengths)
     count = sum(part.item_lengths.size for part in parts)
     if tokens > capabilities.inflight_tokens or count > capabilities.inflight_rows:
         raise EngineError(

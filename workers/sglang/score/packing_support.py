@@ -1,7 +1,7 @@
 """For which models SGLang's multi-item scoring or its cache of prefixes computes another function, told from their
 `config.json`. No SGLang here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from enginepool.workers.engine_settings import EngineSettings
@@ -54,28 +54,27 @@ def _looks_ahead(config: Mapping[str, Any]) -> bool:
 def _wrong(config: Mapping[str, Any]) -> str:
     kind = str(config.get("model_type") or "").lower()
     layers = [str(layer).lower() for key in ("layer_types", "layers_block_type") for layer in config.get(key) or ()]
-    if any(mark in layer for layer in layers for mark in _RECURRENT) or any(
-        config.get(key) not in (None, [], 0) for key in _RECURRENT_KEYS
-    ):
-        return "recurrent or hybrid layers carry state from one item into the next"
-    if any(mark in kind for mark in _RECURRENT_TYPES):
+    recurrent = any(mark in layer for layer in layers for mark in _RECURRENT) or any(mark in kind for mark in _RECURRENT_TYPES)
+    if recurrent or _has(config, _RECURRENT_KEYS):
         return "recurrent or hybrid layers carry state from one item into the next"
     if config.get("kv_lora_rank") is not None:
         return "multi-head latent attention has no kernel that keeps items apart"
     if _looks_ahead(config):
         return "an encoder looks ahead, from one item into the next"
+    slides = bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
     if layers:
-        if any(layer not in ("full_attention", "attention") for layer in layers):
-            return "a sliding window counts tokens of other items"
-    elif config.get("sliding_window") and config.get("use_sliding_window") is not False:
-        return "a sliding window counts tokens of other items"
-    if any(config.get(key) not in (None, [], 0) for key in _WINDOW_KEYS):
+        slides = any(layer not in ("full_attention", "attention") for layer in layers)
+    if slides or _has(config, _WINDOW_KEYS):
         return "a sliding window counts tokens of other items"
     if _has_mrope(config):
         return "multimodal rotary positions (mrope) are not restarted for each item"
     if config.get("alibi") or config.get("use_alibi") or kind in _ALIBI_TYPES:
         return "positions by attention bias (ALiBi) are not restarted for each item"
     return ""
+
+
+def _has(config: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    return any(config.get(key) not in (None, [], 0) for key in keys)
 
 
 def _has_mrope(config: Mapping[str, Any]) -> bool:
