@@ -127,6 +127,13 @@ def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[D
     return Done(batch, parts, outcome.version, outcome.forwards, run_us), tuple(frames)
 
 
+def failed(work: Batch | Tokenize, message: str, code: str, version: int) -> Done | Tokenized:
+    """The answer to work that failed: of a batch, every part has."""
+    if isinstance(work, Tokenize):
+        return Tokenized(work.task, code=code, message=message)
+    return Done(work.batch, [PartDone(code=code, message=message)] * len(work.parts), version, forwards=0)
+
+
 def _to_frame(array: Floats) -> Frame:
     if array.nbytes < _COPY_BELOW:
         return array.tobytes()

@@ -81,7 +81,7 @@ class EngineReady(WorkerEvent, frozen=True):
 
 
 class WorkDone(WorkerEvent, frozen=True):
-    """The engine has finished a batch, or tokenized the texts of a task. `answer` is what the coordinator is to hear."""
+    """A batch, or the texts of a task, have left the engine. `answer` is what the coordinator is to hear, also of a failure."""
 
     task: TaskId
     answer: Done | Tokenized
@@ -92,14 +92,6 @@ class CommandDone(WorkerEvent, frozen=True):
     """What became of a `RunCommand`."""
 
     answer: Commanded
-
-
-class WorkFailed(WorkerEvent, frozen=True):
-    """A batch or a tokenize task failed as a whole and the engine lives on."""
-
-    task: TaskId
-    message: str
-    code: str = "engine_error"
 
 
 class EngineLost(WorkerEvent, frozen=True):
@@ -163,7 +155,7 @@ class SendToCoordinator(WorkerEffect, frozen=True):
 
 
 class RunBatch(WorkerEffect, frozen=True):
-    """Give a batch to the engine; exactly one `WorkDone` or `WorkFailed` follows, unless the engine is lost."""
+    """Give a batch to the engine; exactly one `WorkDone` follows, unless the engine is lost."""
 
     batch: Batch
     frames: tuple[Frame, ...] = ()
@@ -172,7 +164,7 @@ class RunBatch(WorkerEffect, frozen=True):
 
 
 class RunTokenize(WorkerEffect, frozen=True):
-    """Give texts to the engine's tokenizer; exactly one `WorkDone` or `WorkFailed` follows, unless the engine is lost."""
+    """Give texts to the engine's tokenizer; exactly one `WorkDone` follows, unless the engine is lost."""
 
     task: Tokenize
     frames: tuple[Frame, ...] = ()

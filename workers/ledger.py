@@ -5,13 +5,12 @@
 
 from collections.abc import Iterable
 
-from enginepool.protocol.messages import Done, PartDone, TaskId, Tokenized
+from enginepool.protocol.messages import TaskId
 from enginepool.workers.events import (
     RunBatch,
     RunTokenize,
     SendToCoordinator,
     WorkerEffect,
-    WorkFailed,
 )
 
 #: finished answers kept for a batch that is delivered again, and their payload bytes in all
@@ -25,8 +24,8 @@ class TaskLedger:
     """The work of one epoch, and what earlier epochs left inside the engine."""
 
     def __init__(self) -> None:
-        #: work of this epoch that is not answered: its number of parts, None for a tokenize task
-        self.running: dict[TaskId, int | None] = {}
+        #: work of this epoch that is not answered
+        self.running: set[TaskId] = set()
         #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
         self.held: dict[TaskId, Run] = {}
         #: dropped work that is still inside the engine
@@ -45,9 +44,9 @@ class TaskLedger:
         """Answers that the coordinator waits for."""
         return len(self.running) + len(self.unsent)
 
-    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[WorkerEffect]:
+    def begin(self, task: TaskId, run: Run, *, hold: bool) -> list[WorkerEffect]:
         """Take work, which goes into the engine at once unless it is to be held, or something is still leaving the engine."""
-        self.running[task] = parts
+        self.running.add(task)
         if self.leaving or hold:
             self.held[task] = run
             return []
@@ -63,7 +62,7 @@ class TaskLedger:
         """`task` has left the engine, and its answer is kept. False: it was dropped."""
         if task not in self.running:
             return False
-        del self.running[task]
+        self.running.remove(task)
         if not said:
             self.unsent[task] = answer
         answers = self.answers
@@ -82,29 +81,21 @@ class TaskLedger:
 
     def drop(self) -> None:
         """No answer is needed any more; the work inside the engine leaves it."""
-        self.leaving |= self.running.keys() - self.held.keys()
+        self.leaving |= self.running - self.held.keys()
         self.running.clear()
         self.held.clear()
         self.answers.clear()
         self.answer_bytes = 0
         self.unsent.clear()
 
-    def failed(self, event: WorkFailed, version: int) -> SendToCoordinator:
-        """The answer to work that failed: of a batch, every part has."""
-        parts = self.running.get(event.task)
-        if parts is None:
-            return SendToCoordinator(Tokenized(event.task, code=event.code, message=event.message))
-        failed = PartDone(code=event.code, message=event.message)
-        return SendToCoordinator(Done(event.task, [failed] * parts, version=version, forwards=0))
-
     def check(self, epoch: int) -> None:
         """Raise AssertionError when an invariant of the state does not hold."""
-        assert self.held.keys() <= self.running.keys()
-        assert not self.running.keys() & self.answers.keys(), "answered and running"
-        assert not self.running.keys() & self.unsent.keys()
+        assert self.held.keys() <= self.running
+        assert not self.running & self.answers.keys(), "answered and running"
+        assert not self.running & self.unsent.keys()
         assert all(task[0] == epoch for task in (*self.running, *self.answers, *self.unsent))
         assert all(task[0] <= epoch for task in self.leaving)
-        assert not self.leaving & self.running.keys()
+        assert not self.leaving & self.running
         assert len(self.answers) <= KEPT_ANSWERS
         assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
         assert self.answer_bytes <= KEPT_BYTES

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Done, Exiting, TaskId, Tokenized
+from enginepool.protocol.messages import Batch, Done, Exiting, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome
+from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights
 from enginepool.workers.events import (
     CommandDone,
@@ -38,7 +38,6 @@ from enginepool.workers.events import (
     WorkerEffect,
     WorkerEvent,
     WorkerTick,
-    WorkFailed,
 )
 from enginepool.workers.link import WorkerLink
 from enginepool.workers.log import report, say
@@ -246,8 +245,21 @@ class WorkerProcess:
             answer, frames = await (self._batch(run) if isinstance(run, RunBatch) else self._tokenize(run))
             event = WorkDone(time.monotonic(), key, answer, frames)
         except Exception as error:  # engines raise what they like, and all work has an answer: this one's is the error
-            event = _failure(key, error)
+            event = self._failure(key, run.batch if isinstance(run, RunBatch) else run.task, error)
         self.feed(event)
+
+    def _failure(self, key: TaskId, work: Batch | Tokenize, error: Exception) -> WorkerEvent:
+        now = time.monotonic()
+        if isinstance(error, EngineDied):
+            return EngineLost(now, str(error))
+        if isinstance(error, WireError):
+            reason, code = error.message, error.code
+        elif isinstance(error, EngineError):
+            reason, code = str(error), "engine_error"
+        else:
+            report(error, f"work {key}")
+            reason, code = _one_line(error), "engine_error"
+        return WorkDone(now, key, failed(work, reason, code, self.engine.version))
 
     async def _batch(self, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
         batch = decode_batch(run.batch, run.frames)
@@ -271,18 +283,6 @@ class WorkerProcess:
         except Exception as error:  # as in `_work`
             answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else _one_line(error)
         self.feed(CommandDone(time.monotonic(), answer))
-
-
-def _failure(key: TaskId, error: Exception) -> WorkerEvent:
-    now = time.monotonic()
-    if isinstance(error, EngineDied):
-        return EngineLost(now, str(error))
-    if isinstance(error, EngineError):
-        return WorkFailed(now, key, str(error))
-    if isinstance(error, WireError):
-        return WorkFailed(now, key, error.message, error.code)
-    report(error, f"work {key}")
-    return WorkFailed(now, key, _one_line(error))
 
 
 def _one_line(error: Exception) -> str:

@@ -92,7 +92,6 @@ class WorkerMachine:
         self._handlers: dict[type[ev.WorkerEvent], Callable[[Any], list[WorkerEffect]]] = {
             ev.FromCoordinator: self._received,
             ev.WorkDone: lambda event: self._finished(event.task, SendToCoordinator(event.answer, event.frames)),
-            ev.WorkFailed: lambda event: self._finished(event.task, self.work.failed(event, self.updates.version)),
             ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
@@ -144,9 +143,9 @@ class WorkerMachine:
 
     def _act_on(self, event: ev.FromCoordinator, message: wire.Message) -> list[WorkerEffect]:
         if isinstance(message, wire.Batch):
-            return self._work(message.batch, len(message.parts), ev.RunBatch(message, event.frames, event.unreadable))
+            return self._work(message.batch, ev.RunBatch(message, event.frames, event.unreadable))
         if isinstance(message, wire.Tokenize):
-            return self._work(message.task, None, ev.RunTokenize(message, event.frames, event.unreadable))
+            return self._work(message.task, ev.RunTokenize(message, event.frames, event.unreadable))
         if isinstance(message, wire.Accept):
             return self._accept(message)
         if isinstance(message, wire.ErrorReply):
@@ -207,7 +206,7 @@ class WorkerMachine:
             return self._end(ev.Exit.REFUSED, f"refused by the coordinator: {message.code}: {message.message}", close=False)
         return [ev.Note(f"the coordinator reports {message.code}: {message.message}")]
 
-    def _work(self, task: wire.TaskId, parts: int | None, run: Run) -> list[WorkerEffect]:
+    def _work(self, task: wire.TaskId, run: Run) -> list[WorkerEffect]:
         work = self.work
         if task in work.running or task in work.unsent:
             return []
@@ -220,7 +219,7 @@ class WorkerMachine:
             why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
             refusal: list[WorkerEffect] = [SendToCoordinator(wire.ErrorReply("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
-        return work.begin(task, parts, run, hold=self.updates.busy)
+        return work.begin(task, run, hold=self.updates.busy)
 
     def _command(self, message: Command) -> list[WorkerEffect]:
         """A command that is delivered twice runs twice: the first answer may be lost with its link."""
@@ -340,7 +339,7 @@ class WorkerMachine:
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
         assert self.updates.loading is None or not work.leaving, "weights are loaded during work"
-        assert self.updates.loading is None or work.running.keys() == work.held.keys(), "weights are loaded during work"
+        assert self.updates.loading is None or work.running == work.held.keys(), "weights are loaded during work"
         assert self.updates.waiting is None or work.leaving or self.updates.loading, "weights wait for nothing"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None

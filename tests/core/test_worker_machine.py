@@ -29,7 +29,7 @@ from enginepool.protocol.messages import (
     Tokenize,
     Tokenized,
 )
-from enginepool.workers.codec import encode_ids
+from enginepool.workers.codec import encode_ids, failed
 from enginepool.workers.events import (
     Connected,
     Disconnected,
@@ -49,7 +49,6 @@ from enginepool.workers.events import (
     WorkerEffect,
     WorkerEvent,
     WorkerTick,
-    WorkFailed,
 )
 from enginepool.workers.ledger import KEPT_ANSWERS, KEPT_BYTES
 from enginepool.workers.machine import WorkerMachine
@@ -271,10 +270,8 @@ def test_work_on_a_link_that_was_not_accepted_is_refused_and_registration_repeat
 
 
 def test_a_failed_batch_fails_every_part() -> None:
-    w = ready()
-    hear(w, batch(5, 1, parts=3))
-    (answer,) = sent(run(w, WorkFailed(0.0, (5, 1), "no")))
-    assert isinstance(answer, Done)
+    answer = failed(batch(5, 1, parts=3), "no", "engine_error", 3)
+    assert isinstance(answer, Done) and (answer.version, answer.forwards) == (3, 0)
     assert [(part.code, part.message) for part in answer.parts] == [("engine_error", "no")] * 3
 
 
@@ -286,8 +283,7 @@ def test_text_comes_back_as_ids_and_a_failure_as_a_code() -> None:
     specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
     assert [len(frame) for frame in frames] == [12, 8]
     assert run(w, WorkDone(0.0, (5, 1), answer, frames)) == [SendToCoordinator(Tokenized((5, 1), specs), frames)]
-    hear(w, Tokenize((5, 2), []))
-    assert sent(run(w, WorkFailed(0.0, (5, 2), "odd", "malformed"))) == [Tokenized((5, 2), code="malformed", message="odd")]
+    assert failed(Tokenize((5, 2), []), "odd", "malformed", 3) == Tokenized((5, 2), code="malformed", message="odd")
 
 
 def test_an_answer_that_was_finished_while_the_link_was_down_is_sent_after_accept() -> None:
@@ -318,7 +314,7 @@ def test_new_work_waits_until_dropped_work_has_left_the_engine() -> None:
     new = [batch(6, 3), batch(6, 4)]
     assert [hear(w, message) for message in new] == [[], []]
     assert hear(w, batch(6, 3)) == [], "held work that comes again is not held twice"
-    assert run(w, WorkFailed(0.0, (5, 1), "no")) == []
+    assert done(w, 5, 1) == []
     assert done(w, 5, 2) == [RunBatch(message) for message in new]
 
 
@@ -505,6 +501,7 @@ class AnyOrder(RuleBasedStateMachine):
         #: what the engine is computing
         self.engine: list[TaskId] = []
         self.runs: dict[TaskId, int] = {}
+        self.works: dict[TaskId, Batch | Tokenize] = {}
         self.accepted: set[TaskId] = set()
         self.answered: dict[TaskId, Message] = {}
 
@@ -517,6 +514,7 @@ class AnyOrder(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, RunBatch | RunTokenize):
                 task = effect.batch.batch if isinstance(effect, RunBatch) else effect.task.task
+                self.works[task] = effect.batch if isinstance(effect, RunBatch) else effect.task
                 assert task[0] == self.w.epoch
                 assert not any(other[0] < task[0] for other in self.engine), "two epochs share the engine"
                 self.runs[task] = self.runs.get(task, 0) + 1
@@ -594,8 +592,8 @@ class AnyOrder(RuleBasedStateMachine):
     def engine_answers(self, pick: int, fails: bool) -> None:
         key = self.engine.pop(pick % len(self.engine))
         if fails:
-            self.handle(WorkFailed(self.w.now, key, "no"))
-        elif self.w.work.running.get(key, 0) is None:
+            self.handle(WorkDone(self.w.now, key, failed(self.works[key], "no", "engine_error", 3)))
+        elif isinstance(self.works[key], Tokenize):
             self.handle(WorkDone(self.w.now, key, Tokenized(key), (bytes(4), bytes(4))))
         else:
             self.handle(WorkDone(self.w.now, key, Done(key, [PartDone()])))

@@ -11,6 +11,7 @@ from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Commanded
 from enginepool.protocol.packing import sequences
+from enginepool.workers.codec import failed
 from enginepool.workers.events import (
     CommandDone,
     EngineLost,
@@ -21,7 +22,6 @@ from enginepool.workers.events import (
     RunTokenize,
     WorkDone,
     WorkerEvent,
-    WorkFailed,
 )
 from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, prompts_of, rows_of, salt_of, score_rows
@@ -195,7 +195,8 @@ class SimEngine:
             del self.inside[id_]
             if fault == "error":
                 self.oracle.wronged.update(uid_of(prompts[0]) for prompts in task.prompts)
-                self.host.post(WorkFailed(now, id_, "the engine refused the batch"))
+                answer = failed(task.run.batch, "the engine refused the batch", "engine_error", self.version)
+                self.host.post(WorkDone(now, id_, answer))
             else:
                 forwards = 2 if fault == "two_forwards" else 1
                 parts, frames = self._answer(task, fault)
@@ -280,7 +281,8 @@ class SimEngine:
             else:
                 self.crash("the tokenizer choked")
         elif UNREADABLE in flat:
-            self.host.post(WorkFailed(now, task, "the tokenizer refused the text"))
+            answer = failed(run.task, "the tokenizer refused the text", "engine_error", self.version)
+            self.host.post(WorkDone(now, task, answer))
         else:
             lengths = array("I", [len(row) for row in rows]).tobytes()
             specs = [FrameSpec("items", "int32", (len(flat),)), FrameSpec("item_lengths", "uint32", (len(rows),))]
