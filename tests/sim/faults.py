@@ -157,7 +157,7 @@ class Faults:
         elif dealer is not None and dealer.link is not None:
             link = dealer.link
             if what == "outbox":
-                # The coordinator gives up what is parked for a client that does not read; the connection itself stands.
+                # The coordinator drops what it holds for a client that does not read; the connection itself stands.
                 coordinator = self.simulation.coordinator
                 if coordinator.alive and not coordinator.stalled:
                     link.until_out = world.now
