@@ -259,7 +259,7 @@ class WorkerProcess:
         else:
             report(error, f"work {key}")
             reason, code = _one_line(error), "engine_error"
-        return WorkDone(now, key, failed(work, reason, code, self.engine.version))
+        return WorkDone(now, key, failed(work, reason, code, self.engine.weights.version))
 
     async def _batch(self, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
         batch = decode_batch(run.batch, run.frames)
