@@ -469,7 +469,11 @@ def test_a_rendezvous_that_is_not_there_is_given_up_in_time(rendezvous: Rendezvo
 
 def begun(work: object, monkeypatch: pytest.MonkeyPatch) -> Broadcast:
     """A broadcast of NCCL, which torch answers with `work`."""
-    monkeypatch.setattr(collective.dist, "broadcast", lambda *args, **options: work)  # pyright: ignore[reportUnknownLambdaType]
+
+    def broadcast(*args: object, **options: object) -> object:
+        return work
+
+    monkeypatch.setattr(collective.dist, "broadcast", broadcast)
     return TorchGroup(None, "g", 2, 0, "nccl", "cpu").begin(None)
 
 
