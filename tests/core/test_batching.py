@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,29 @@ def test_other_signatures_do_not_share_a_batch() -> None:
     assert [rows(s) for s in pool.batches] == [[1, 1], [1]]
     hidden = [s.message.parts[0].hidden for s in pool.batches if isinstance(s.message, Batch)]
     assert hidden == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("before", "head", "sent"),
+    [
+        ((6, 11), (6, 11), []),
+        ((6, 11), (6, 10), [[6]]),
+        ((7, 8), (1, 60), [[1]]),
+        ((6, 11), (11, 10), [[6]]),
+        ((6, 11), (8, 12), []),
+    ],
+    ids=["as large", "fewer tokens", "fewer rows", "cut", "larger"],
+)
+def test_a_new_head_is_sent_where_the_one_before_found_no_room(
+    before: tuple[int, int], head: tuple[int, int], sent: list[list[int]]
+) -> None:
+    pool = Pool()
+    pool.worker()
+    client = pool.client()
+    for number in range(2):
+        pool.submit(client, number, work(5, 14))
+    assert pool.submit(client, 2, work(*before)) == [], "60 tokens and 6 rows are left"
+    assert [rows(s) for s in pool.submit(client, 3, work(*head), priority=1)] == sent
 
 
 def test_a_request_that_fits_a_batch_is_never_cut() -> None:

@@ -19,18 +19,16 @@ class GroupCounts:
 class RecentSpeed:
     """Time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones."""
 
-    __slots__ = ("_seconds", "_tokens")
+    __slots__ = ("_seconds", "_tokens", "token_s")
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._tokens = 0.0
+        #: seconds for each token of a batch; 0 before the first batch
+        self.token_s = 0.0
 
-    def add(self, seconds: float, tokens: int) -> None:
+    def add(self, seconds: float, tokens: float) -> None:
         """A batch of so many tokens took so long."""
-        self._seconds = 0.9 * self._seconds + seconds
-        self._tokens = 0.9 * self._tokens + tokens
-
-    @property
-    def token_s(self) -> float:
-        """Seconds for each token of a batch; 0 before the first batch."""
-        return self._seconds / self._tokens if self._tokens else 0.0
+        self._seconds = seconds = 0.9 * self._seconds + seconds
+        self._tokens = tokens = 0.9 * self._tokens + tokens
+        self.token_s = seconds / tokens if tokens else 0.0

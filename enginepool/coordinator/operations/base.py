@@ -153,9 +153,9 @@ def refuse_ids(work: Work, can: Capabilities) -> WireError | None:
 
 def refuse_length(work: Work, can: Capabilities) -> WireError | None:
     """Why a plain worker of these capabilities cannot take the longest row of `work`, or None."""
-    longest = longest_row(can)
-    if work.text or work.longest <= longest:
+    if work.text or (work.longest <= can.context and work.longest < can.inflight_tokens - can.page + 2):
         return None
+    longest = longest_row(can)
     row, length = next((i, n) for i, n in enumerate(row_lengths(work.frames)) if n > longest)
     with_query = " with its query" if len(work.frames) > 2 else ""
     reserved = ""

@@ -19,7 +19,7 @@ from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
-from enginepool.coordinator.scheduling.batch_limits import RECENT_S
+from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.messages import ErrorReply
 
@@ -156,9 +156,14 @@ class Admission:
         else:
             queue = group.version_queue if e.min_version > group.version else group.queue
             heads = queue.push(request)
-            # The common case under load needs no look at the queue.
-            if not heads and group.blocked is not None and group.blocked.lane is group.queue:
-                return
+            blocked = group.blocked
+            # The common cases under load need no look at the workers: the head stays, or the new one needs as much.
+            if blocked is not None and blocked.lane is group.queue:
+                if not heads:
+                    return
+                if needs_as_much(request, blocked, group.routing.least()):
+                    group.blocked = request
+                    return
         core.wake(group)
 
 

@@ -157,7 +157,7 @@ class RequestLifecycle:
         message = Result(
             request.id,
             version,
-            list(request.forwards),
+            request.forwards if isinstance(request.forwards, list) else list(request.forwards),
             Usage(work.rows, work.tokens),
             Timings(queued_us, request.run_us),
             list(specs),

@@ -70,7 +70,14 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     else:
         queue.pop(lane, charged)
         free = free_tokens, free_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
-        if cost < free_tokens and rows < free_rows and lane.head is not None:
+        next_ = lane.head
+        # A whole request that is too large for what is left is the common end under load, and needs no call.
+        if (
+            next_ is not None
+            and cost < free_tokens
+            and rows < free_rows
+            and (next_.next or next_.state != QUEUED or cost + next_.work.tokens <= free_tokens)
+        ):
             cost, rows = _add_followers(core, queue, lane, worker, slices, (cost, rows, weight), free, most)
     return RunningBatch(core.task_id(), worker, slices, cost, rows, False)
 

@@ -114,3 +114,21 @@ def even(rows: int, most: int) -> int:
     """Rows of the next batch, when `rows` are spread evenly over as few batches as possible, with at most `most` rows each."""
     batches = -(-rows // most)
     return -(-rows // batches)
+
+
+def needs_as_much(request: Request, blocked: Request, worker: Worker | None) -> bool:
+    """Whether `request` is the head of the queue now, and `worker` has no room for it, as it had none for the head `blocked`.
+
+    That holds if `request`, the head of its lane, is of the same lane, is not smaller, and goes whole into one batch. A request
+    that is cut opens with a smaller batch, which may find room.
+    """
+    work, than = request.work, blocked.work
+    if worker is None or (can := worker.capabilities) is None:
+        return True
+    if work.signature != than.signature or request.classes != blocked.classes:
+        return False
+    if work.tokens < than.tokens or work.rows < than.rows:
+        return False
+    cost, pace = work.tokens + work.rows * (can.page - 1), worker.pace
+    whole = cost <= can.batch_tokens and work.rows <= can.batch_rows
+    return whole and (pace is None or cost + work.rows * pace.row <= heaviest(pace))
