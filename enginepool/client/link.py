@@ -33,7 +33,7 @@ Received = Callable[[ToClient, Sequence[Buffer]], None]
 
 
 class ClientLink:
-    """A connection to one address, opened anew as often as the session asks.
+    """A connection to one address, opened again as often as the session asks.
 
     Args:
         address: `tcp://HOST:PORT` or `ipc://PATH`.

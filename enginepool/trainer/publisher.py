@@ -182,11 +182,11 @@ class WeightPublisher:
     async def start(self, source: Source, version: int | None = None, **options: Unpack[UpdateOptions]) -> UpdateHandle:
         """Begin an update. Returns when the workers have agreed to names and shapes; tensors flow while the pool serves.
 
-        The source must not change until `await handle.sent()`, or `finish`, nor give one buffer again and again, filled anew.
-        The event loop has to run meanwhile: it renews the lease. A trainer that computes in its main thread takes
+        The source must not change until `await handle.sent()`, or `finish`, returns. It must not give the same buffer for two
+        tensors. The event loop has to run meanwhile: it renews the lease. A trainer that computes in its main thread takes
         `BlockingPool` and `BlockingWeightPublisher`.
 
-        Of trainer ranks above 0 `source`, `version` and `manifest` count; how it is done, rank 0 says for all.
+        Trainer ranks above 0 use only their `source`, `version` and `manifest`. Rank 0 decides all other options for all ranks.
 
         Args:
             source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that

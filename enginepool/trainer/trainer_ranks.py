@@ -103,7 +103,8 @@ class TrainerRanks:
         """All ranks take `count` tensors from their source, this one by `step`.
 
         Raises:
-            RankFailed: one of the others failed, or is gone. Else whatever `step` raises, when all have been told.
+            RankFailed: another rank failed, or is gone.
+            Exception: the error of `step`, once all ranks know of it.
         """
         others = self._others
         if others is None:

@@ -4,7 +4,7 @@ Two packages stand in the way, and each is left alone where it works:
 
 - `sgl_kernel`: what the package index has is for CUDA alone. SGLang imports names of it at start-up, for speculative decoding
   and cache compaction, and calls none of them on this path.
-- `torchvision`: what the package index has was built for CUDA too. Its compiled operators do not load beside a CPU build of
+- `torchvision`: what the package index has was built for CUDA too. Its compiled operators do not load with a CPU build of
   torch, and then it cannot be imported, because it describes two operators that do not exist. So a CPU environment does not
   have it. SGLang needs one import of it and no operator.
 
@@ -37,14 +37,14 @@ def _bridge_sgl_kernel() -> None:
         return
     try:
         importlib.import_module("sgl_kernel")
-    except (ImportError, OSError, RuntimeError):  # absent, or built for CUDA libraries that this machine lacks
+    except (ImportError, OSError, RuntimeError):  # absent, or built for CUDA libraries that this machine does not have
         for name in [name for name in sys.modules if name == "sgl_kernel" or name.startswith("sgl_kernel.")]:
             del sys.modules[name]
     else:
         return
     spec = importlib.util.spec_from_file_location("sgl_kernel", Path(__file__).with_name("sgl_kernel.py"))
     if spec is None or spec.loader is None:
-        raise ImportError("enginepool.workers.cpu_bridge lacks its file sgl_kernel.py")
+        raise ImportError("enginepool.workers.cpu_bridge: its file sgl_kernel.py is missing")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["sgl_kernel"] = module

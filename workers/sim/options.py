@@ -35,12 +35,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
     block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
-    the parts that have the token, or the whole batch. wrong_rows: the first part lacks a row. lie_forwards: one too many is
-    reported. out_of_memory: a batch of more than `rows` rows kills the engine; without `at_batch` so does its start, where so
-    many may be in flight. exit_on_load, crash_on_load, refuse_on_load, block_on_load: while it loads, the process exits, the
-    engine dies, says that it can never start like this, or the main thread stands still. fail_on_take: new weights are refused
-    and the old ones stay; crash_on_take, abort_on_take, hang_on_take: as crash, abort and hang, in place of taking them;
-    slow_on_take: they take `seconds` more.
+    the parts that have the token, or the whole batch. wrong_rows: a row of the first part is missing. lie_forwards: one too
+    many is reported. out_of_memory: a batch of more than `rows` rows kills the engine; without `at_batch` so does its start,
+    where so many may be in flight. exit_on_load, crash_on_load, refuse_on_load, block_on_load: while it loads, the process
+    exits, the engine dies, says that it can never start like this, or the main thread stands still. fail_on_take: new weights
+    are refused and the old ones stay; crash_on_take, abort_on_take, hang_on_take: as crash, abort and hang, in place of taking
+    them; slow_on_take: they take `seconds` more.
     """
 
     kind: FaultKind

@@ -119,7 +119,7 @@ class Stager:
             await self._make(message, worker)
         elif isinstance(message, Join):
             if self.update is None or self.update.id != message.update:
-                why = "this update is not known here; the stager was started anew"
+                why = "this update is not known here; the stager was restarted"
                 self._say(Joined(message.update, "update_aborted", why), worker)
                 return
             self.update.joining = True

@@ -7,9 +7,9 @@ needs a standing link waits for the next Welcome.
 
 *Requests* (`pending_requests.py`) are sent while the link is welcomed and the window has room: the largest priority first, then
 the oldest. When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them
-or starts anew. Later copies of an answer are dropped here. After `shutting_down` they wait for the Welcome of a higher epoch.
-The coordinator enforces deadlines. A sent request fails here `grace_s` after its deadline, so that no call hangs without a
-coordinator.
+to the requests that it has, or runs them again. Later copies of an answer are dropped here. After `shutting_down` the requests
+wait for the Welcome of a higher epoch. The coordinator enforces deadlines. A sent request fails here `grace_s` after its
+deadline, so that no call hangs without a coordinator.
 
 *Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are sent again after a lost link,
 and looked up in the journal of a new coordinator.

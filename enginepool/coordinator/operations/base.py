@@ -72,7 +72,7 @@ class Operation(Protocol[W]):
     def refuse(self, work: W, can: Capabilities, *, alone: bool = True) -> WireError | None:
         """Why plain workers of these capabilities cannot serve `work`, or None.
 
-        Without `alone`, only what stands against it on any worker of this model, whatever its size and class.
+        Without `alone`, only reasons that hold for every worker of this model, of any size and class.
         """
         ...
 

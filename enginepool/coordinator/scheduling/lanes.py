@@ -228,7 +228,7 @@ class Lane(list[tuple[float, int, Line[R]]]):
         return True
 
     def order(self) -> None:
-        """Build the heap anew: keys have become smaller."""
+        """Build the heap again: keys have become smaller."""
         self.clear()
         for line in self.lines.values():
             line.listed = None

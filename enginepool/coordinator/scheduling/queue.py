@@ -182,7 +182,7 @@ class Queue(Generic[R]):
             self.sort()
 
     def sort(self) -> None:
-        """Build the lanes anew from what waits: most entries are stale, or the classes of requests have changed."""
+        """Build the lanes again from the waiting requests: most entries are stale, or the classes of requests have changed."""
         requests = [request for lane in self._lanes.values() for request in lane.requests()]
         self._lanes.clear()
         self.size = self._stale = 0

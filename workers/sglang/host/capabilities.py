@@ -22,7 +22,7 @@ async def what_runs(engine: Any) -> Running:
         settings=state,
         kv_tokens=info["max_total_num_tokens"],
         max_running=state["effective_max_running_requests_per_dp"],
-        # One less than each bound: both ends of SGLang refuse a row that reaches theirs.
+        # One less than each bound: SGLang's tokenizer manager and its scheduler refuse a row as long as their bound.
         longest=min(tm.max_req_input_len, tm.context_len - tm.num_reserved_tokens) - 1,
     )
 

@@ -34,7 +34,7 @@ class CachedQueries:
         self._tokens = 0
         #: query -> who computes it: their priority, and when they are done
         self._pending: dict[bytes, tuple[int, asyncio.Event]] = {}
-        #: queries that were sent ahead, and parts whose rows did not find theirs
+        #: queries that were sent ahead, and parts whose rows did not find their query
         self.computed = 0
         self.missed = 0
 

@@ -79,9 +79,9 @@ class LoadPlan:
         except Exception as error:
             raise Unplannable(f"{watch.latest}: {type(error).__name__}: {error}") from error
         finally:
-            anew = _put_back(model, before)
-        if anew:
-            raise Unplannable(f"its load makes {anew} anew")
+            replaced = _put_back(model, before)
+        if replaced:
+            raise Unplannable(f"its load replaces {replaced}")
         self._model = model
         self.copies = watch.copies
         self._addresses = self._look()
@@ -209,17 +209,17 @@ def _kept(model: Any) -> dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]:
 
 def _put_back(model: Any, before: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]) -> str:
     """Give modules their old tensors back, in the old memory and shape. The name of one that had been replaced, or ""."""
-    anew = ""
+    replaced = ""
     for place, (kept, _, _) in _kept(model).items():
         if place not in before:
-            _, anew = place
-            del kept[anew]
+            _, replaced = place
+            del kept[replaced]
     for (_, name), (kept, tensor, data) in before.items():
         if kept.get(name) is not tensor:
-            kept[name], anew = tensor, name
+            kept[name], replaced = tensor, name
         if tensor.shape != data.shape or (not tensor.is_meta and tensor.data_ptr() != data.data_ptr()):
-            tensor.data, anew = data, name
-    return anew
+            tensor.data, replaced = data, name
+    return replaced
 
 
 def digest_of_tensor(tensor: Any, at: int = 0) -> Digest:
