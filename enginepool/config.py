@@ -21,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of the coordinator. Past one of them a client gets `busy` (or `too_large`), never a lost request."""
 
     #: The one total of the coordinator's buffers: requests that are queued or running, with the whole answers that they will
-    #: have, answers that are kept, and what was sent and is not read yet. All other bounds in bytes are parts of it.
+    #: have, answers that are kept, and messages that were sent and are not read yet. All other bounds in bytes are parts of it.
     buffer_bytes: int = 1 << 30
     #: score items queued or running, over all groups; one client has at most half of them
     queue_items: int = 1_000_000

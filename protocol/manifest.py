@@ -123,7 +123,7 @@ def overflow(dtype: str, target: str) -> float:
 
 
 def worst(findings: list[Finding], most: int = MAX_FINDINGS) -> list[Finding]:
-    """What a message says of so many: it has to fit frame 0, and zeros are the least of it."""
+    """At most `most` of the findings, so that they fit frame 0. Zeros are left out first."""
     return findings if len(findings) <= most else sorted(findings, key=lambda finding: finding.kind == "zero")[:most]
 
 

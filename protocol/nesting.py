@@ -71,7 +71,7 @@ def _count(header: Buffer) -> int:
 
 
 def _deeper(value: Buffer, levels: int, values: int) -> int | None:
-    """None for yes; for no, what is left of `values`."""
+    """None if it is nested deeper than `levels`, otherwise the rest of `values`."""
     at, left = 0, 1
     #: values that are still to come in each container around
     around: list[int] = []

@@ -234,7 +234,7 @@ class EngineWeights(Protocol):
         ...
 
     async def release_buffers(self) -> None:
-        """Refer to no memory of regions any more, and forget a prepared load. Raises EngineError."""
+        """Release the memory of all regions, and forget a prepared load. Raises EngineError."""
         ...
 
     async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
@@ -247,7 +247,7 @@ class EngineWeights(Protocol):
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of the weights as they are in the engine; `what` is `digest` or `validate`. Raises EngineError;
-        NotComparable: a digest of them would not be that of what was sent."""
+        NotComparable: their digest cannot be compared with that of the sent bytes."""
         ...
 
     async def tensor(self, name: str, offset: int, count: int) -> Chunk:

@@ -50,7 +50,7 @@ class Connected(WorkerEvent, frozen=True):
 
 
 class Disconnected(WorkerEvent, frozen=True):
-    """The link is down; what was queued for it is gone."""
+    """The link is down; its queued messages are gone."""
 
 
 class FromCoordinator(WorkerEvent, frozen=True):

@@ -80,7 +80,7 @@ class TaskLedger:
         return unsent.values()
 
     def drop(self) -> None:
-        """No answer is needed any more; the work inside the engine leaves it."""
+        """Drop all work and answers. The work inside the engine leaves it."""
         self.leaving |= self.running - self.held.keys()
         self.running.clear()
         self.held.clear()

@@ -139,7 +139,7 @@ class WorkerLink:
     # --- on the loop ----------------------------------------------------------------------------------------------------
 
     def deliver_all(self) -> None:
-        """Hand over what has arrived. Also called before timers act, so that they judge by what was said."""
+        """Hand over the messages that arrived. Also called before timers act, so that they know them."""
         self._taking = False
         inbox = self._inbox
         for _ in range(len(inbox)):

@@ -209,7 +209,7 @@ class WorkerProcess:
         return checkpoint_under(self.spec.checkpoint, self.spec.checkpoint_roots) if self.spec.checkpoint else ""
 
     async def _verify(self, path: str) -> None:
-        """What the engine has loaded is what was published: its files may have changed since. Raises CheckpointError."""
+        """Check that the engine loaded the published weights: their files may have changed since. Raises CheckpointError."""
         digest = await asyncio.to_thread(checkpoint_digest, path)
         if digest != self.spec.checkpoint_digest:
             raise CheckpointError(f"{path}: no longer holds version {self.spec.version}: its files have changed")

@@ -177,7 +177,7 @@ class WorkerMachine:
         return effects + self._end_if_drained()
 
     def _drop_all(self, why: str) -> list[WorkerEffect]:
-        """Drop what was begun for a coordinator that does not know this worker any more."""
+        """Drop the work of a coordinator that has forgotten this worker."""
         self.work.drop()
         if self.updates.exposed:
             # The rest of what the engine receives, and whether it is committed, will never be known.

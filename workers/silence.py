@@ -54,7 +54,7 @@ class CoordinatorSilence:
         return f"no word from a coordinator for {silent:.0f} s: this worker {then}"
 
     def may_ask(self, now: float) -> bool:
-        """Whether the last `register` is not to be answered any more."""
+        """Whether the last `register` has waited so long for an answer that another one may be sent."""
         return now - self.asked_at >= ASK_AGAIN_S
 
     def must_ask(self, now: float, *, registered: bool) -> bool:

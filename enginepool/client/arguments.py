@@ -69,7 +69,7 @@ def check_priority(value: Any) -> int:
 
 
 def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S, *, zero: bool = False) -> float | None:
-    """Seconds, more than none unless `zero`, at most so many; or None for no deadline."""
+    """Seconds above 0 (with `zero` also 0) and at most `most`, or None for no deadline."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):

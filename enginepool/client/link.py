@@ -99,7 +99,7 @@ class ClientLink:
             self._loop.call_soon(self.drain)
 
     def drain(self, most: int = _BURST) -> None:
-        """Read what is there, at most so many messages now, and send what is parked."""
+        """Read at most `most` waiting messages, and send the parked ones."""
         socket = self._socket
         if socket is None:
             return
@@ -119,7 +119,7 @@ class ClientLink:
         self._flush()
 
     def close(self, linger_s: float) -> None:
-        """Close for good; what was sent has so long to leave. Blocks that long at most."""
+        """Close. Sent messages have `linger` to leave; this blocks no longer than that."""
         self._flush()
         self._close_socket(int(linger_s * 1000))
         self._forgotten.detach()

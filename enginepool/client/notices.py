@@ -23,7 +23,7 @@ class Notices:
         self._calls = 0
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        #: groups of which the caller was told
+        #: groups that the caller was told about
         self._told: set[str] = set()
 
     def begin(self) -> None:
@@ -37,7 +37,7 @@ class Notices:
         self._calls -= 1
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         for one in (self._timer, self._task):
             if one is not None:
                 one.cancel()

@@ -121,7 +121,7 @@ class ChildProcess:
         self._when_ended(self.pid, leader_ended)
 
     def reap(self) -> int | None:
-        """Wait for its end, and watch it no more. Returns the exit code, None if it is unknown."""
+        """Wait for its end, then stop watching it. Returns the exit code, None if it is unknown."""
         self._stop_watching()
         return None if self._popen is None else self._popen.wait()
 

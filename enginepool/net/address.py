@@ -1,4 +1,4 @@
-"""What the address of a pool looks like, for who listens there and for who connects: the one place that tells a wrong one."""
+"""The addresses of a pool: which ones a coordinator can listen on, and which ones a peer can connect to."""
 
 import os
 import re

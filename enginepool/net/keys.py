@@ -1,4 +1,4 @@
-"""Keys of CURVE, with which peers on TCP prove who they are and encrypt what they say; the files that `enginepool keys` makes.
+"""CURVE keys, by which peers on TCP prove their identity and encrypt messages; and the files that `enginepool keys` makes.
 
     DIR/server.key       of the coordinator, secret
     DIR/NAME.key         of one peer, secret; with the coordinator's public key, so that the peer needs this file alone

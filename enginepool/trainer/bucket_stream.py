@@ -63,7 +63,7 @@ class BucketStream:
 
         Raises:
             BadRequest, RankFailed, Stopped: as `prepare`.
-            CollectiveError: the group is of no more use.
+            CollectiveError: the group cannot be used again.
         """
         assert self._feed is not None, "prepare comes first"
         with self._buffers.aside():

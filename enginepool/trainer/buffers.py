@@ -1,6 +1,6 @@
-"""The two buffers of a publisher, and what goes where in memory that takes buckets.
+"""The two buffers of a publisher, and which tensor goes where in memory that takes buckets.
 
-For the two buffers that is made once for a manifest, and kept between updates.
+For the two buffers this plan is made once for a manifest, and kept between updates.
 """
 
 import importlib

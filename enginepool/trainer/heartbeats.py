@@ -149,7 +149,7 @@ class Heartbeats:
                 raise RankFailed(self._reason)
 
     def fail(self, error: Exception) -> None:
-        """This rank cannot do its part: the others hear it, also those who are in a collective."""
+        """This rank cannot do its part. All other ranks are told, also those in a collective."""
         with self._changed:
             if self._error is None:
                 self._error = error, time.monotonic()

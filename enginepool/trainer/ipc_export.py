@@ -1,4 +1,4 @@
-"""Memory that a publisher shares over IPC: all tensors laid out in one region, out of which the engines of its host copy them.
+"""Memory that a publisher shares over IPC: all tensors in one region. The engines of the same host copy the tensors from it.
 
 A shared region has a seal. When the update ends (committed, aborted, too late, or without a connection), the seal is broken
 before the memory is used again, so that an engine that is still copying notices.
@@ -93,7 +93,7 @@ class IpcExport:
             after: a CUDA event to wait for before the source is read.
 
         Raises:
-            BadRequest: the source does not give what was announced.
+            BadRequest: the source gives other tensors than it announced.
             RankFailed: another trainer rank does not.
             OSError: not enough memory.
             Stopped: the update was aborted.

@@ -41,7 +41,7 @@ class TensorFeed:
         """Write the bytes of a bucket; bytes that no tensor covers become zeros. `free` waits until its memory may be written.
 
         Raises:
-            BadRequest: a tensor is not what was announced, or there are too few.
+            BadRequest: a tensor differs from its announcement, or tensors are missing.
             RankFailed: another trainer rank could not give its part.
             Stopped: the update was aborted.
         """

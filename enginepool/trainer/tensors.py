@@ -178,7 +178,7 @@ class HeldTensors:
             )
 
     def drop(self, tensor: Any) -> None:
-        """It is needed no more."""
+        """Forget where the tensor lies: its memory may change again."""
         self._at.pop(_memory(tensor)[0], None)
 
 

@@ -225,7 +225,7 @@ class Collectives:
             collective(tensor, *options).wait()
             return tensor.tolist()
         except RuntimeError as error:
-            # What torch says of a group whose ranks are not all there any more.
+            # The error of torch for a group that has lost a rank.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RankFailed(self.heartbeats.why(broken=True) or f"a trainer rank is gone: {reason}") from error
 

@@ -127,7 +127,7 @@ class Digest:
             self._on_gpu.append((at // 4 + start, kernels.sums(words[start : start + _KERNEL_CHUNK])))
 
     def text(self) -> str:
-        """The digest of what was added."""
+        """The digest of all bytes so far."""
         parts = list(self._parts)
         if self._on_gpu:
             found: list[list[int]] = torch.stack([sums for _, sums in self._on_gpu]).tolist()
@@ -190,7 +190,7 @@ def _largest(tensors: Sequence[Any]) -> Sequence[Any]:
 
 
 class Findings:
-    """Tensors with NaN or infinity in them, with what becomes infinity in the engine, or with nothing but zeros.
+    """Tensors with NaN or infinity, with numbers that become infinity in the engine, or with zeros alone.
 
     One pass over each; only those found are counted.
     """

@@ -186,7 +186,7 @@ def open_space(space: MemoryRegion, *, across: bool = False, by_current: bool = 
             stands still; the copies then take 18, and 150 otherwise.
 
     Raises:
-        OSError, RuntimeError: they are not there any more, or cannot be reached from here; one line.
+        OSError, RuntimeError: they are gone, or cannot be reached from here; one line.
     """
     if space.kind == "file":
         return _open_file(space, pinned)
@@ -266,7 +266,7 @@ def break_seal(content: Any) -> None:
 
 
 def sealed(content: Any, seal: bytes) -> bool:
-    """Whether what was copied out of `content` before was what had been lent; the copies must be over."""
+    """Whether the bytes that were copied out of `content` are those that were lent; the copies must be over."""
     return not seal or content[-len(seal) :].cpu().numpy().tobytes() == seal
 
 

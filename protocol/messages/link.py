@@ -57,7 +57,7 @@ class Hello(Message, tag="hello"):
 
 
 class Goodbye(Message, tag="goodbye"):
-    """This client leaves for good: its requests are cancelled and nothing is kept for it."""
+    """This client leaves: its requests are cancelled and nothing is kept for it."""
 
 
 class Welcome(Message, tag="welcome"):

@@ -141,7 +141,7 @@ class Published(Message, tag="published"):
 
 
 class WeightsNeeded(Message, tag="weights_needed"):
-    """To every client: the committed `version` of `group` is held nowhere any more. Who has it publishes that or more."""
+    """To every client: the committed `version` of `group` is lost. A publisher that has it publishes it or a later one."""
 
     group: str
     version: int

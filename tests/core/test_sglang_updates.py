@@ -564,7 +564,7 @@ def test_of_groups_that_are_joined_at_a_time_the_last_one_asked_for_is_kept(
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         await engine.weights.join(Join("second", 2, 1, "nowhere"))
         may.set()
-        with pytest.raises(EngineError, match="group first: another one is joined by now"):
+        with pytest.raises(EngineError, match="group first: the engine has joined another group"):
             await first
         await engine.weights.join(Join("second", 2, 1, "nowhere"))  # it is in it
 

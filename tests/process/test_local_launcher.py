@@ -160,7 +160,7 @@ def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Sc
     assert scene.run(lambda launcher: launcher.adopt()) == []
     assert not path.exists()
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
-    assert f"worker {path.stem} is ended: the configuration has no worker g-1 any more\n" in capfd.readouterr().err
+    assert f"worker {path.stem} is ended: the configuration has no worker g-1\n" in capfd.readouterr().err
 
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 NAME = "torchvision"
-#: what it says of itself to those that ask for a version
+#: the version that it reports
 VERSION = "0.28.0"
 
 

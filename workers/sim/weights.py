@@ -45,7 +45,7 @@ class SimWeights:
         self._group: Any = None
         #: the name of the group that is wanted
         self._joining = ""
-        #: what was verified, and stays open
+        #: the verified weights, which stay open
         self._opened: tuple[tuple[MemoryRegion, ...], npt.NDArray[np.uint8]] | None = None
 
     def model_tensors(self) -> ModelTensors:
@@ -80,7 +80,7 @@ class SimWeights:
         return 0.0
 
     async def release_buffers(self) -> None:
-        """Close what was verified."""
+        """Close the verified weights."""
         self._opened = None
 
     async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:

@@ -42,7 +42,7 @@ class HostMemory(HostSpace):
         return Reception(self.tensors, manifest, bucket_bytes, device, targets)
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
-        """Keep it as a snapshot, in a folder that exists; `left` is called when this memory is needed no more for that.
+        """Keep it as a snapshot, in a folder that exists; `left` is called when the snapshot no longer needs this memory.
 
         Raises OSError.
         """

@@ -95,7 +95,7 @@ class Stager:
         if self.memory_snapshot:
             remove_all(self.memory_snapshot)
         if self.ended.done():
-            os._exit(0)  # it was writing snapshots, which are of no use any more
+            os._exit(0)  # it was writing snapshots, which have become useless
         self.unwanted = True
         self.ended.set_result("the process that owns this stager is gone")
 

@@ -25,7 +25,7 @@ class StagedUpdate:
         self.forgotten = False
 
     def complete(self, digest: str) -> bool:
-        """Whether what was received is the weights with this digest."""
+        """Whether the received bytes are the weights with this digest."""
         received = self.received
         return received is not None and not received.code and received.digest == digest
 

@@ -251,7 +251,7 @@ class WeightExecutor:
             self._answer(Staged(message.update, digest, worst(findings)), weights=weights)
 
     def _stager_lost(self, reason: str) -> None:
-        # Its memory is of no use any more.
+        # The memory of the stager is useless now.
         self._in_turn("releasing memory", _aside, "release an update's memory", self._buffers.close)
         self._feed(StagerLost(time.monotonic(), reason))
 
@@ -262,7 +262,7 @@ class WeightExecutor:
         digest = self._engine.weights.digest if update.prepare.transfer == "set_version" else update.digest
         try:
             if weights.checkpoint:
-                # Again: a link in it may lead elsewhere by now.
+                # Again, because a symbolic link in it may lead elsewhere now.
                 path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
             times = await self._engine.weights.load_weights(weights, message.version, digest)

@@ -25,7 +25,7 @@ def pin(space: MemoryRegion) -> tuple[int, MemoryRegion]:
 
     Raises:
         LentMemoryError: it is something else.
-        OSError: it is not there any more.
+        OSError: it is gone.
     """
     if len(space.seal) != SEAL_BYTES:
         raise LentMemoryError(f"regions: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")

@@ -58,7 +58,7 @@ async def _held(stager: StagerLink, digest: str) -> NewWeights:
 
 
 def _saved(path: str, digest: str) -> NewWeights:
-    """The snapshot at `path`, if it is what was committed. Raises MissingWeights or SnapshotError."""
+    """The snapshot at `path`, if it holds the committed weights. Raises MissingWeights or SnapshotError."""
     check_folder(path)
     footer = read_footer(path)
     nbytes = layout(footer.manifest).nbytes

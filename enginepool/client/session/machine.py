@@ -256,7 +256,7 @@ class ClientSession:
             self._greet(open_link=False)
 
     def _answered(self, id_: int, effect: Answer | Fail) -> None:
-        # A duplicate is acknowledged too: the first acknowledgement may be what was lost.
+        # A duplicate is acknowledged too: the first acknowledgement may be lost.
         self._acknowledge(id_)
         self.calls.answered(id_, effect, self._now, self._out)
 

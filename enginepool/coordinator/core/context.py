@@ -19,7 +19,7 @@ from enginepool.protocol.messages import MAX_HEADER_BYTES, ErrorReply, TaskId
 
 #: what the parts of a batch may add to its header
 HEADER_BYTES = MAX_HEADER_BYTES - 1024
-#: seconds without a refusal after which the queue is not full any more
+#: after so many seconds without a refusal the queue counts as no longer full
 ROOM_S = 1.0
 
 

@@ -70,7 +70,7 @@ class Group:
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.slots: list[WorkerSlot] = []
-        #: external workers that were lost, oldest first: when, who and why
+        #: external workers that were lost, oldest first: when, which one and why
         self.lost_external: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
         self._open_queues()
         self.trial: RunningBatch | None = None

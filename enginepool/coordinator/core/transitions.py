@@ -63,7 +63,7 @@ def facts_changed(core: Context, worker: Worker) -> None:
         _enter(core, worker, _derived(worker, core.now))
 
 
-# --- workers: what they say ----------------------------------------------------------------------------------------------
+# --- workers: their reports ----------------------------------------------------------------------------------------------
 
 
 def confirm_epoch(core: Context, worker: Worker) -> None:

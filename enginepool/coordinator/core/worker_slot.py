@@ -55,7 +55,7 @@ class WorkerSlot:
         self.loss_excused = False
         #: the last one said that starting it again cannot help
         self.unstartable = False
-        #: An operator restarts it: "draining", its worker finishes what it has until `until`; "ending", its process is to end,
+        #: An operator restarts it: "draining", its worker finishes its work by `until`; "ending", its process is to end,
         #: and the next one starts at once. "" otherwise.
         self.planned_restart = ""
         #: not committed: what the next process starts on, of an update by restart; whether the present one has

@@ -1,4 +1,4 @@
-"""What workers report: what they do, that they are ready, and what became of their work."""
+"""What workers report: their stage, that they are ready, and the outcomes of their work."""
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
@@ -71,7 +71,7 @@ class WorkerReports:
             group.expect()
             if known is None or group.expected != expected or differs(known, can):
                 self.requests.recheck(group)
-        # It may have been the last one of which it was not known that it is no plain worker.
+        # It may have been the last worker whose kind, plain or packed, was not known.
         self.workers.slots.maybe_down(group)
         if not worker.holds:
             # It was loading weights of an earlier coordinator, and got work meanwhile, which it drops when it restores.

@@ -99,7 +99,7 @@ class LocalLauncher:
                 kill_session(record.pid)
             if lives:
                 name = f"{record.group}-{record.index}"
-                log(f"worker {record.incarnation} is ended: the configuration has no worker {name} any more")
+                log(f"worker {record.incarnation} is ended: the configuration has no worker {name}")
             else:
                 last = self.last_line(record.incarnation)
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")

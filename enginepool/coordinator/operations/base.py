@@ -96,7 +96,7 @@ class Operation(Protocol[W]):
         ...
 
     def knows_outputs(self, work: W, can: Capabilities | None) -> bool:
-        """Whether `outputs` are exact. Otherwise they are a guess, by which no request is refused for good."""
+        """Whether `outputs` are exact. Otherwise they are a guess, and no request is finally refused because of a guess."""
         ...
 
     def tokenize(self, work: W, task: TaskId) -> Tokenize:

@@ -1,4 +1,4 @@
-"""The operation `embed`: the model pools each row to one vector, of which the first `dimensions` are answered."""
+"""The operation `embed`: the model pools each row to one vector. The answer has its first `dimensions` numbers."""
 
 from collections.abc import Sequence
 

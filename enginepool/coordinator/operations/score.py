@@ -123,7 +123,7 @@ class ScoreOperation(Operation[ScoreWork]):
 
 
 def _check_outputs(work: ScoreWork, can: Capabilities) -> WireError | None:
-    """What stands against how `work` wants the outputs of a classifier's head."""
+    """Why a classifier's head cannot give the outputs that `work` asks for, or None."""
     if work.part.softmax and can.labels == 1:
         return bad("softmax", "softmax: this model's head has one output, over which it is always 1.0; leave it out", "2")
     if work.part.logprobs and not work.part.softmax and not can.activation:

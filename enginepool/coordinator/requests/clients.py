@@ -116,7 +116,7 @@ class ClientRegistry:
             client.heard = self.core.now
 
     def left(self, e: ev.ClientLeft) -> None:
-        """A client leaves for good."""
+        """A client leaves and does not come back."""
         client = self.core.links.get(e.link)
         if client is not None:
             self._drop(client)

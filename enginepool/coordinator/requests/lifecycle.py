@@ -258,14 +258,14 @@ class RequestLifecycle:
             self.fail(request, code, message)
 
     def fail_unservable(self, group: Group) -> None:
-        """A class of workers is gone for good: requests that wait, and that no other can serve, are told so."""
+        """A class of workers is gone and does not come back: waiting requests that no other class can serve fail."""
         for request in group.confined(group.unservable):
             if request.state != RUNNING:
                 why = group.why_down(request.classes)
                 self.fail(request, "pool_down" if why else "needs_weights", why or group.weights_lost)
 
     def recheck(self, group: Group) -> None:
-        """Other capabilities of the group are known now: hold what waits to them."""
+        """The capabilities of the group have changed: check the waiting requests against them."""
         moved = False
         group.only = {PLAIN: {}, PACKED: {}}
         for request in list(group.live):

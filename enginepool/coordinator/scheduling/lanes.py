@@ -14,7 +14,7 @@ from enginepool.coordinator.operations.base import Work
 
 #: stands for the priority of all requests of clients without a link; below every other one
 AWAY = -(1 << 20)
-#: so many clients of one priority are remembered before those who used no more than the others are forgotten
+#: so many clients of one priority are remembered; above it, those that used no more than the others are forgotten
 REMEMBERED = 64
 
 arrival = attrgetter("seq")
@@ -148,7 +148,7 @@ class Line(list[Turn[R]]):
             self._sweep_keys()
 
     def _sweep_keys(self) -> None:
-        """Take out the keys that are no more."""
+        """Take out the keys that have ended."""
         gone = deque(sorted(self.gone))
         keys: deque[float] = deque()
         for key in sorted([*self.keys, *self.late]):

@@ -91,7 +91,7 @@ class Queue(Generic[R]):
         elif key < listed:
             lane.order()
         elif flow[0] is not request:
-            # Behind another one of its client: who is next stays as it was.
+            # It waits behind another request of its client: the next request stays the same.
             return False
         lane.head = head = lane[0][2][0][2][0]
         return head is request

@@ -113,7 +113,7 @@ class Authenticator:
         return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def close(self) -> None:
-        """No key may connect any more. Idempotent."""
+        """Refuse all keys from now on. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self._authenticator.stop()

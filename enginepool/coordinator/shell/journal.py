@@ -200,7 +200,7 @@ class Journal:
             room: bytes that the next record may be longer without a new file.
 
         Raises:
-            OSError: it could not be written, and what was there before holds. The error names the file.
+            OSError: it could not be written, and the entry before it holds. The error names the file.
         """
         try:
             self._return()
@@ -253,13 +253,13 @@ class Journal:
             finally:
                 os.close(directory)
         except OSError:
-            # A file whose name is not on the disk is written to no more.
+            # A file whose name is no longer on the disk is not written.
             os.close(file)
             raise
         self._file, self._newest = file, 0
 
     def _leave(self) -> None:
-        """Nothing is written to this file any more."""
+        """Stop writing to this file."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)

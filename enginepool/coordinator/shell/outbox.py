@@ -26,7 +26,7 @@ class Outbox:
         #: of the proof that is asked for; 0: none is
         self.token = 0
         self.asked_at = 0.0
-        #: of `unread`, what was sent before the question
+        #: the part of `unread` that was sent before the question
         self.before = 0
         #: `unread` at the last sweep
         self.swept = -1

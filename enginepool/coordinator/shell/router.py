@@ -104,7 +104,7 @@ class Router:
         self._outboxes: dict[Link, Outbox] = {}
         #: bytes that all peers have not read: the sum over the outboxes
         self.unread = 0
-        #: there may be a message of which the file descriptor will not tell again
+        #: a message may be waiting that the file descriptor does not signal again
         self.unsure = True
         #: something was sent since the shell last fell asleep, or was about to
         self.sent = False
@@ -196,7 +196,7 @@ class Router:
         return self.unsure
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
-        """Send. False: the peer is not there any more."""
+        """Send. False: the peer is gone."""
         outbox = self._outboxes.get(link)
         if outbox is None:
             outbox = self._outboxes[link] = Outbox(self._proof, self._max_unread)

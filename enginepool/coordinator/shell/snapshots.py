@@ -24,7 +24,8 @@ from enginepool.host.folders import OWNER, exposed, make_private, snapshot_folde
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """The pool of a folder. `device`: of its state directory. `host`, `mounts`: who can judge whether that is gone."""
+    """The pool of a folder. `device`: of its state directory. Only a process with these `host` and `mounts` can judge whether
+    that directory is gone."""
 
     state: str
     device: int

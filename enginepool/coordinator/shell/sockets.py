@@ -100,7 +100,7 @@ class Sockets:
         self.turn()
 
     def close(self) -> None:
-        """Stop receiving; what was sent lingers for a moment."""
+        """Stop receiving. Sent messages linger for a moment."""
         if self._take_client is not None:
             self._loop.remove_reader(self.clients.fd)
             self._loop.remove_reader(self.workers.fd)
@@ -109,5 +109,5 @@ class Sockets:
                 handle.cancel()
         self.clients.close()
         self.workers.close()
-        # Waits until what was sent has left, or has lingered long enough.
+        # Waits until the sent messages have left, or have lingered long enough.
         context().term()

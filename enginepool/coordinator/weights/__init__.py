@@ -1,1 +1,1 @@
-"""Weight updates: the transaction, who publishes, how it ends, and workers brought back to what is committed. Pure."""
+"""Weight updates: the transaction, its publisher, how it ends, and how workers come back to the committed weights. Pure."""

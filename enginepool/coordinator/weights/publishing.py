@@ -43,7 +43,7 @@ class Publishers:
             text = f"client {name} is publishing version {other.offer.version}, now in phase {other.phase}"
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
             return
-        # What is lost may be published again as what it was; what lies over present weights is something else.
+        # Lost weights may be published again under the committed version. An update over present weights needs a later one.
         present = group.heard_committed[1] if group.journal_behind else group.version
         again = group.journal_behind or (group.weights_lost and not _over(offer))
         least = present if again else present + 1

@@ -108,7 +108,7 @@ class Restoring:
         self.core.effects.append(ToWorker(worker.link, message))
 
     def returned(self, worker: Worker) -> None:
-        """A worker is on a new link: what was sent on the old one may be lost with it."""
+        """A worker is on a new link: messages on the old one may be lost."""
         update = self.core.update_of(worker.group)
         handed = update is not None and update.loading and worker.incarnation in update.members
         if worker.state is WorkerState.RESTORING and not handed:

@@ -47,7 +47,7 @@ class Transactions:
         self.phases.ask_all(update)
 
     def answered(self, worker: Worker, message: Prepared | Joined | Staged | WeightsLoaded) -> None:
-        """A member has done what was asked of it, or says why not."""
+        """A member has finished its step, or says why it could not."""
         update = self.core.update_of(worker.group)
         if update is None or message.update != update.id or worker.incarnation not in update.members:
             return
@@ -105,7 +105,7 @@ class Transactions:
                     update.times[part] = max(us, update.times.get(part, 0))
 
     def returned(self, worker: Worker) -> None:
-        """A worker is on a new link: what was sent on the old one may be lost with it."""
+        """A worker is on a new link: messages on the old one may be lost."""
         update = self.core.update_of(worker.group)
         if update is not None and worker.incarnation in update.pending:
             ask(self.core, update, update.pending[worker.incarnation])

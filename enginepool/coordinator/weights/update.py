@@ -92,7 +92,7 @@ class Update:
         self.members: dict[str, Member] = {}
         #: those that left, since they have no staging memory, by name; and why. They are restored after the commit.
         self.left_members: dict[str, str] = {}
-        #: of the members, those who have not finished the phase
+        #: the members that have not finished the phase
         self.pending: dict[str, Member] = {}
         #: how many had finished it when the publisher was told last
         self.told_finished = 0

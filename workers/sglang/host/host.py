@@ -56,7 +56,7 @@ class EngineHost:
     def start(self) -> Future[Any]:
         """Begin to build; the future's result is the engine."""
         os.environ[NOTES_VARIABLE] = str(self._notes)
-        self._built.set_running_or_notify_cancel()  # who stops waiting for it does not cancel it: `stop` ends a build
+        self._built.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel the build: `stop` ends it
         self._thread.start()
         return self._built
 

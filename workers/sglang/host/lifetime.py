@@ -13,7 +13,7 @@ class EngineEnd:
     def __init__(self) -> None:
         #: Its result is the reason why the engine was lost. Made at the first question: futures belong to a running loop.
         self._lost: asyncio.Future[str] | None = None
-        #: Why no call can succeed any more.
+        #: Why every call fails from now on.
         self._over: asyncio.Future[str] | None = None
 
     def _futures(self) -> tuple[asyncio.Future[str], asyncio.Future[str]]:

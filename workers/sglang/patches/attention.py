@@ -1,4 +1,4 @@
-"""FlashInfer's plans from lengths that the host knows, in SGLang's scheduler process. No SGLang here: its classes come in.
+"""Plans of FlashInfer from lengths that the host knows, in SGLang's scheduler. No SGLang here: its classes are arguments.
 
 SGLang computes the bounds of each row on the GPU, and FlashInfer fetches them to plan a forward, behind the one that runs: so
 the next one is launched only when the GPU has nothing to do. The host knows the same numbers; given those, FlashInfer plans at

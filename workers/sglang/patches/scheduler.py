@@ -1,4 +1,4 @@
-"""What SGLang's scheduler does otherwise for the sake of scoring, in its own process. No SGLang here: its classes come in.
+"""Changes to SGLang's scheduler for scoring, in the scheduler's own process. No SGLang here: its classes are arguments.
 
 A score is a prefill and nothing else. SGLang prepares and launches the next forward while one runs, which is what decoding
 needs; here it would have an answer wait for the launch of its successor.

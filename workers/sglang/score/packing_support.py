@@ -25,7 +25,7 @@ def wrong_for_packing(config: Mapping[str, Any]) -> str:
 
 
 def wrong_for_caching(config: Mapping[str, Any]) -> str:
-    """Why what was computed of a query alone is not what rows that begin with it need; "" where it is."""
+    """Why a query that was computed alone cannot be reused for rows that begin with it; "" if it can."""
     return "an encoder looks ahead, from the query into the item" if any(map(_looks_ahead, _parts(config))) else ""
 
 

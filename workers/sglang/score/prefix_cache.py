@@ -1,4 +1,4 @@
-"""Long queries that the engine computes once: which of them it has by now, and which batch waits for whom. No SGLang here.
+"""Long queries that the engine computes once: which of them it has, and which batch waits for another one. No SGLang here.
 
 A query is sent alone, ahead of its rows, and stays in SGLang's radix cache; the rows that follow compute their items alone.
 SGLang looks for what it has when it puts a row into a forward, so the query must be answered before the rows are sent: in
@@ -29,10 +29,10 @@ class CachedQueries:
         self._shortest = shortest
         self._capacity = capacity
         self._page = page
-        #: query -> its tokens; what was used last stands last
+        #: query -> its tokens; the most recently used one is the last
         self._known: dict[bytes, int] = {}
         self._tokens = 0
-        #: query -> who computes it: their priority, and when they are done
+        #: query -> the batch that computes it: its priority, and an event for its end
         self._pending: dict[bytes, tuple[int, asyncio.Event]] = {}
         #: queries that were sent ahead, and parts whose rows did not find their query
         self.computed = 0

@@ -54,7 +54,7 @@ class GroupMember:
         if latest:
             return {}
         group.abort()
-        return {"error": f"group {name}: another one is joined by now"}
+        return {"error": f"group {name}: the engine has joined another group"}
 
 
 def received(group: Any, manifest: list[Tensor], bucket_bytes: int, digest: Digest, own: bool) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ class LentMemory:
         return opened[1] if opened is not None and opened[0] == regions else None
 
     def close(self) -> None:
-        """Refer to the memory no more."""
+        """Release the memory."""
         with self._lock:
             self._ticket = self._opened = None
 

@@ -180,7 +180,7 @@ class ModelWeights:
         return {"done": self._prepared.done, "seconds": self._prepared.seconds}
 
     def do_release(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Forget what was prepared or verified, and refer to its memory no more."""
+        """Forget the prepared or verified load, and release its memory."""
         self._release_prepared()
         self._lent.close()
         return {}
@@ -198,7 +198,7 @@ class ModelWeights:
         self._prepared = None
 
     def do_load(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Load what was prepared by that name, or all tensors from regions."""
+        """Load what was prepared under that name, or all tensors from the regions."""
         if "regions" not in ticket:
             return self._load_prepared(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
@@ -212,7 +212,7 @@ class ModelWeights:
     def _load_prepared(self, name: int) -> dict[str, Any]:
         prepared = self._prepared
         if prepared is None or not prepared.done or prepared.name != name or self._plan is None or not self._plan.stays():
-            raise NotPrepared(f"{name} is not prepared here, or not any more")
+            raise NotPrepared(f"{name} is not prepared here")
         times = self._exchange(prepared.manifest, prepared.copies.replay)
         _still(prepared.sealed)
         return times

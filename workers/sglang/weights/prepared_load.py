@@ -206,7 +206,7 @@ class PreparedLoad:
 
     @property
     def sealed(self) -> bool:
-        """Whether what was copied out of the regions is what had been lent there."""
+        """Whether the bytes copied out of the regions are those that were lent."""
         return sealed(self._opened, self._source[0])
 
     def go_on(self, seconds: float) -> None:

@@ -86,7 +86,7 @@ class SglangWeights:
         self.plain = ""
 
     def close(self) -> None:
-        """Remove what lies in files."""
+        """Remove the files of tickets and answers."""
         self._folder.remove()
 
     async def describe(self) -> None:
@@ -178,7 +178,7 @@ class SglangWeights:
             tickets = [asked]
 
     async def release_buffers(self) -> None:
-        """Forget what was prepared or verified, and refer to its memory no more. Raises EngineError."""
+        """Forget the prepared or verified load, and release its memory. Raises EngineError."""
         self._prepared = None
         await self._ask({"do": "release"})
 
