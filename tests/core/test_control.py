@@ -6,8 +6,9 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.fan_out import OPEN_EACH
-from enginepool.protocol.messages import Exiting
+from enginepool.protocol.messages import Exiting, TaskId
 from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, WorkerOutcome
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected, InspectWeights, WeightsReport
 from enginepool.protocol.roles import FROM_CLIENT
 from enginepool.workers.between_batches import BetweenBatches
 from tests.core.machines import Pool, Sent, codes, config, failures
@@ -68,6 +69,22 @@ def test_a_worker_on_a_new_link_is_commanded_again() -> None:
     again = commands(pool.do(ev.WorkerRegistered(0, b"new", "g", "w", 1, "host")))
     assert again == {b"new": command}
     assert reports(answer(pool, b"new", command))
+
+
+def test_a_worker_that_answers_a_question_of_another_kind_has_not_answered() -> None:
+    pool = Pool()
+    worker = pool.worker()
+    asked = pool.do(ev.WeightsAsked(0, b"c", InspectWeights(2, what="digest")))
+    [inspect] = [one.message for one in asked if isinstance(one.message, Inspect)]
+    assert not pool.do(ev.WorkerSaid(0, worker, Commanded(inspect.task)))
+    assert [type(one.message) for one in pool.do(inspected(worker, inspect.task))] == [WeightsReport]
+    [command] = commands(flush(pool)).values()
+    assert not pool.do(inspected(worker, command.task))
+    assert reports(answer(pool, worker, command))
+
+
+def inspected(link: bytes, task: TaskId) -> ev.WorkerInspected:
+    return ev.WorkerInspected(0, link, Inspected(task, "abc"), ())
 
 
 def test_without_a_worker_the_answer_comes_at_once_and_an_unknown_group_is_named() -> None:

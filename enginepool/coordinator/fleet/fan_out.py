@@ -24,6 +24,8 @@ class Question(Protocol):
 
     #: the client's id of the question
     id: int
+    #: the type of the message that answers `ask`
+    answer: type[Message]
 
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The message that asks `worker`."""
@@ -96,9 +98,9 @@ class FanOut:
         self.core.effects.append(ToClient(link, ErrorReply("busy", why, id, limit=str(limit), retry_after_ms=AGAIN_MS)))
 
     def answered(self, worker: Worker, task: TaskId, answer: Message, frames: Sequence[Buffer] = ()) -> None:
-        """A worker has answered."""
+        """A worker has answered. A message that answers another kind of question is dropped, as one with an unknown task is."""
         for opened in self.open:
-            if opened.pending.get(task) is worker:
+            if opened.pending.get(task) is worker and type(answer) is opened.question.answer:
                 opened.question.take(worker, answer, frames)
                 del opened.pending[task]
                 self._close_if_done(opened)

@@ -24,6 +24,8 @@ def control(core: Context, fan_out: FanOut, e: ev.ControlAsked) -> None:
 class Commands:
     """One command, and the outcome of each worker of the group."""
 
+    answer: type[Message] = Commanded
+
     def __init__(self, group: Group, message: Control) -> None:
         self.id = message.id
         self._command: CommandName = message.command

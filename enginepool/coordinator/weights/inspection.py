@@ -42,6 +42,8 @@ def inspect_weights(core: Context, fan_out: FanOut, e: ev.WeightsAsked) -> None:
 class Inspection:
     """A question about the weights in engines. `most`: elements of a tensor in one answer."""
 
+    answer: type[Message] = Inspected
+
     def __init__(self, group: Group, message: InspectWeights, most: int) -> None:
         self.id = message.id
         self._message = message
