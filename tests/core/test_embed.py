@@ -198,7 +198,14 @@ def test_the_same_rows_scored_under_the_id_of_a_request_to_embed_are_another_con
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"embedding": 0}, {"dimensions": [0]}, {"dimensions": [SIZE + 1]}, {"operations": ("score",)}]
+    "wrong",
+    [
+        {"embedding": 0},
+        {"dimensions": [0]},
+        {"dimensions": [SIZE + 1]},
+        {"dimensions": [1] * 2000},
+        {"operations": ("score",)},
+    ],
 )
 def test_a_worker_with_impossible_embeddings_is_refused(wrong: dict[str, object]) -> None:
     pool = Pool()

@@ -553,11 +553,24 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool.worker(
         "a", can=CAN.__class__("causal", 1000, 100, batch_tokens=300, batch_rows=8, inflight_tokens=200, inflight_rows=16)
     )
-    pool.worker("p", can=msgspec.structs.replace(CAN, page=0))
-    assert not pool.machine.core.groups["g"].workers
+    wrongs = ({"page": 0}, {"page": 2**64 - 1}, {"labels": -1}, {"hidden": -1}, {"operations": ("score", "x" * 2000)})
+    for number, wrong in enumerate(wrongs):
+        pool.worker(f"p{number}", can=msgspec.structs.replace(CAN, **wrong))
+        assert not pool.machine.core.groups["g"].workers
     pool.worker("b")
     pool.worker("c", can=CAN.__class__("causal", 999, 100, 100, 8, 200, 16))
     assert list(pool.machine.core.groups["g"].workers) == ["b"]
+
+
+@pytest.mark.parametrize("forwards", [-1, 2**64 - 1])
+def test_a_worker_that_answers_with_an_impossible_number_of_forwards_is_lost(forwards: int) -> None:
+    """The status report, which has the sum of all, could not be sent."""
+    pool = Pool()
+    pool.worker()
+    pool.submit(pool.client(), 1, work())
+    pool.finish(pool.batches[0], forwards=forwards)
+    assert not pool.machine.core.groups["g"].workers
+    assert pool.machine.core.groups["g"].counts.forwards == 0
 
 
 def test_workers_are_pinged_every_second() -> None:

@@ -11,22 +11,30 @@ from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.protocol.capabilities import MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
+#: Sizes that a worker can embed in, and characters of its operations. Each status report and some errors have all of them.
+MAX_NAMES = 1024
+#: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
+MAX_FORWARDS = 2**31
+
 
 def impossible(can: Capabilities) -> str:
     """Why no engine has these capabilities, or ""."""
     if not (
         0 < can.batch_tokens <= can.inflight_tokens
         and 0 < can.batch_rows <= can.inflight_rows
-        and can.page > 0
+        and 0 < can.page <= can.inflight_tokens
         and can.context > 0
         and can.vocab > 0
+        and can.labels >= 0
+        and can.hidden >= 0
         and can.max_item >= 0
         and can.pace >= 0
         and 0 < can.forward_ms <= MOST_FORWARD_MS
         and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
-        and can.operations
+        and 0 < sum(map(len, can.operations)) <= MAX_NAMES
+        and len(can.dimensions) <= MAX_NAMES
         and not any(operation.impossible(can) for operation in OPERATIONS.values())
         and (can.separator is None or 0 <= can.separator < can.vocab)
         and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
@@ -80,6 +88,8 @@ def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
     """Why `e` is no valid answer to `batch`, or ""."""
     can = batch.worker.capabilities
     assert can is not None
+    if not 0 <= e.forwards <= MAX_FORWARDS:
+        return f"answered forwards = {e.forwards}; 0..{MAX_FORWARDS}"
     if len(e.outcomes) != len(batch.slices):
         return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
     for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
