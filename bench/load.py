@@ -44,7 +44,7 @@ class Open(Command, tag="open"):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What came of a phase: all its requests were answered. Latencies in milliseconds; `seconds` ends at the last answer."""
+    """The outcome of a phase: all its requests were answered. Latencies in milliseconds; `seconds` ends at the last answer."""
 
     answered: int
     seconds: float

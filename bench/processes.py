@@ -19,7 +19,7 @@ import psutil
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
-#: The ports that the system gives away, also to every connection that somebody opens.
+#: The ports that the system gives away, also to every connection that any process opens.
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: Where `python -m bench...` works, wherever we were started.
 ROOT = Path(__file__).parents[1]

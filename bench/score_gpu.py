@@ -7,7 +7,7 @@ has the device to itself. With `--interleave`, all contestants are loaded at onc
 ratio is of neighboring phases. Only one contestant is asked at a time; the others are idle.
 
 Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed scoring needs
-FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long ones alone.
+FlashInfer's attention, so CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long ones alone.
 `--workers 2,4` also measures pools of so many workers, one to a GPU, and compares them with the pool of one worker.
 """
 

@@ -2,7 +2,7 @@
 
     python -m bench.upgrade [--stops 10] [--rate 200] [--signals USR1,KILL] [--quick] [--json FILE]
 
-Calls of token ids and of text come at a fixed rate, whatever the pool answers. Meanwhile the coordinator is sent the signals in
+Calls of token ids and of text come at a fixed rate, with any answers. Meanwhile the coordinator is sent the signals in
 turn; when it has ended, a new one is started with the same configuration. Simulated engines answer, and every score is compared
 with the one of the same question before the first stop.
 """

@@ -1,4 +1,4 @@
-"""What all tests share: none is judged by the clock, or leaves a process; one that needs what this machine lacks says so."""
+"""What all tests share: none is judged by the clock, or leaves a process; one says so if this machine misses what it needs."""
 
 import importlib
 import importlib.util
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def missing(marker: str) -> str | None:
-    """What a test with this marker lacks here. CI lacks nothing of `engine`: there such a test runs, and fails if it must."""
+    """What is missing here for a test with this marker. In CI nothing of `engine` is missing: such a test runs or fails."""
     if marker == "engine" and "CI" not in os.environ and importlib.util.find_spec("sglang") is None:
         return "needs the sglang package: make setup"
     if marker == "gpu" and shutil.which("nvidia-smi") is None:
@@ -54,6 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Starts processes; whatever is left of them ends with the test, also with one that fails."""
+    """Starts processes. Those that still run end with the test, also with one that fails."""
     with Processes() as started:
         yield started

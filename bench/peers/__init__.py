@@ -1,4 +1,4 @@
-"""What the pool is measured against, one file a peer. Each says what it lacks on this machine, starts, is driven and stops."""
+"""What the pool is measured against, one file a peer. Each says what it misses on this machine, starts, is driven and stops."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ class Peer:
     Args:
         name: for the command line.
         who: for the table.
-        missing: one line that says what this machine lacks to run it, or "".
+        missing: one line that says what is missing on this machine to run it, or "".
         start: starts it with two workers and a load generator. What it starts it hands to the stack, which stops it, also if
             `start` itself fails; the path is a scratch folder of its own.
     """

@@ -13,7 +13,7 @@ from enginepool.workers.sglang.host.settings import engine_kwargs
 
 
 class AnySetting(Collection[str]):
-    """Stands for the settings of the installed SGLang, which names one that it lacks when it is started."""
+    """Stands for the settings of the installed SGLang, which names a missing one when it is started."""
 
     def __contains__(self, name: object) -> bool:
         return True

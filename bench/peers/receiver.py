@@ -71,7 +71,7 @@ class Receiver:
         return {"seconds": broadcast(self._group, space, bucket_bytes, times)}
 
     def do_take_in(self, manifest: list[Tensor], bucket_bytes: int, times: int, without: list[str]) -> dict[str, object]:
-        """Receive these tensors so many times as a stager does, looking at every byte: the digests of what came, and when
+        """Receive these tensors so many times as a stager does, looking at every byte: the digests of the bytes, and when
         each was known, by `time.monotonic`. `without`: names of STAND_INS."""
         assert self._group is not None
         digests: list[str] = []

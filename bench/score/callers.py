@@ -17,7 +17,7 @@ START_S = 600.0
 
 
 class Answer(NamedTuple):
-    """What came back. Only the pool says how many forwards its batches took and where the time went."""
+    """The answers. Only the pool says how many forwards its batches took and where the time went."""
 
     scores: list[list[float]]
     tokens: int

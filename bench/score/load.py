@@ -1,4 +1,4 @@
-"""The load of the scoring benchmark: runs the phases named on its stdin against one contestant, and says what came of each.
+"""The load of the scoring benchmark: runs the phases named on its stdin against one contestant, and reports each outcome.
 
     python -m bench.score.load {pool,http} ADDRESS
 
@@ -70,7 +70,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What came of a phase.
+    """The outcome of a phase.
 
     per_second: requests answered a second, within the phase and after its ramp; items, tokens: the same of rows and of the
     prompt tokens that the contestant says it computed. queued_ms, run_ms: medians of what the pool says of each request.

@@ -87,7 +87,7 @@ def make_model(directory: Path, head: str, size: str = "0.6b") -> None:
         matrix("lm_head", VOCAB, hidden)
     if head == "reward":
         matrix("score", 1, hidden)
-        # SGLang gives the head a bias; one that the checkpoint lacks stays as it was drawn.
+        # SGLang gives the head a bias; one that is not in the checkpoint stays as it was drawn.
         weights["score.bias"] = torch.zeros(1, dtype=torch.bfloat16)
     save.save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
 

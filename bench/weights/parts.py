@@ -7,7 +7,7 @@ from unittest import mock
 
 
 class Without(NamedTuple):
-    """What is left out at the sender: `filling` of the buckets, their `digest`; at the receivers the `look` at what came."""
+    """What is left out at the sender: `filling` of the buckets, their `digest`; at the receivers the `look` at the bytes."""
 
     sender: tuple[str, ...] = ()
     receiver: tuple[str, ...] = ()

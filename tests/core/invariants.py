@@ -1,4 +1,4 @@
-"""What must hold in the state of the coordinator between events, whatever was handled. Tests and the simulator check it.
+"""What must hold in the state of the coordinator between any two events. Tests and the simulator check it.
 
 Each invariant stands in words next to its attribute in the product, as a `#:` comment.
 """

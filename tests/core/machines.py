@@ -143,7 +143,7 @@ class Pool:
 
     def other(self, effect: ef.Effect) -> None:
         """An effect that is for a shell with a journal."""
-        raise AssertionError(f"nobody performs {effect}")
+        raise AssertionError(f"no code performs {effect}")
 
     def wait(self, seconds: float) -> list[Sent]:
         """Let time pass in ticks, as the shell does."""

@@ -1,4 +1,4 @@
-"""Promises about batches: whole, in order, within budget, never an idle worker beside waiting work."""
+"""Promises about batches: whole, in order, within budget, never an idle worker while work waits."""
 
 from collections.abc import Callable
 from random import Random
@@ -112,7 +112,7 @@ def test_a_large_request_is_cut_in_row_order_and_put_together_again() -> None:
     pool.worker("a")
     pool.worker("b")
     sent = pool.submit(client, 1, work(21, 10))
-    assert [rows(s) for s in sent] == [[7], [7], [7]], "as even as can be: one for each worker, then the last beside the first"
+    assert [rows(s) for s in sent] == [[7], [7], [7]], "as even as can be: one for each worker, then the last next to the first"
     answers: list[Sent] = []
     while pool.batches:
         answers += [s for s in pool.finish(pool.batches[-1]) if 1 in results([s])]
@@ -154,7 +154,7 @@ def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
         pool.submit(client, request, work(1, 20))
     pool.submit(client, 8, work(8, 11))
     pool.worker(can=msgspec.structs.replace(CAN, pace=45))
-    # Two requests and the half of a third are 50 tokens. Beside two batches there is room up to twice 45.
+    # Two requests and the half of a third are 50 tokens. With two batches inside there is room up to twice 45.
     assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
     pool.finish(pool.batches[0])
     assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
@@ -338,7 +338,7 @@ def test_a_worker_that_turns_out_twice_as_fast_gets_batches_twice_as_large() -> 
 
 
 def short_rows_cost(tokens: int, rows: int) -> float:
-    """0.5 ms of the host for each row, beside what its tokens take."""
+    """0.5 ms of the host for each row, besides the time of its tokens."""
     return tokens * TOKEN_S + rows * 0.0005
 
 
@@ -372,7 +372,7 @@ def test_packed_rows_are_weighed_as_well() -> None:
 
 
 def test_rows_that_came_one_at_a_time_do_not_make_batches_small_when_many_come() -> None:
-    """A forward takes 12 ms whatever is in it, which is neither what a row costs nor what its tokens do."""
+    """A forward takes 12 ms with any content. That is neither the cost of a row nor of its tokens."""
     busy = Busy(FAST, work(1, 200), lambda tokens, _: 0.012 + tokens * TOKEN_S, waiting=2)
     for _ in range(300):
         busy.run(1, waiting=0)
@@ -504,7 +504,7 @@ def test_strict_priority_does_starve() -> None:
 def test_every_split_and_merge_gives_each_row_its_own_score(
     requests: list[tuple[int, int, int]], workers: int, random: Random
 ) -> None:
-    """Whatever the sizes and priorities: one answer for each request, rows in order, budgets kept (asserted by `check`)."""
+    """For all sizes and priorities: one answer for each request, rows in order, budgets kept (asserted by `check`)."""
     pool = Pool(ageing_s=1.0)
     client = pool.client()
     for i in range(workers):

@@ -1,4 +1,4 @@
-"""Promises about queries that an engine computes once: nobody computes one twice, and none is believed in that is gone."""
+"""Promises about queries that an engine computes once: none is computed twice, and an evicted one is not relied on."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -56,7 +56,7 @@ def test_only_long_queries_that_rows_share_are_computed_ahead() -> None:
     assert cached.shared(part_of([1] * 8))
     assert not cached.shared(part_of([1, 2, 3])), "too short"
     assert not cached.shared(part_of([1] * 9)), "more than may be believed in"
-    assert not cached.shared(part_of([1] * 4, rows=1)), "nobody to share it with"
+    assert not cached.shared(part_of([1] * 4, rows=1)), "no other row to share it with"
     assert not cached.shared(part_of([1] * 4, item_first=True))
     assert not cached.shared(part_of([1] * 4, own=True))
 

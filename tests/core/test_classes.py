@@ -307,7 +307,7 @@ def test_a_group_of_packed_workers_alone_refuses_what_cannot_be_packed(content: 
 
 
 def test_a_row_that_its_page_makes_too_large_for_an_engine_is_refused_and_does_not_block_others() -> None:
-    """Its sequence weighs up to a page more than its tokens: 15 here, beside two delimiters."""
+    """Its sequence weighs up to a page more than its tokens: 15 here, besides two delimiters."""
     pool = Pool(packing_config(1, 1))
     client = pool.client()
     start(pool, 0, msgspec.structs.replace(PACKED, page=16, batch_tokens=100, inflight_tokens=100))

@@ -673,7 +673,7 @@ def test_memory_of_timers_and_queues_is_bounded_by_what_is_pending():
 
 
 class RoughCoordinator:
-    """Answers requests late, out of order, twice or not at all, knows only greeted links, and starts anew with nothing."""
+    """Answers requests late, out of order, twice or not at all, knows only greeted links, and is restarted without state."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

@@ -56,7 +56,7 @@ def sender(plan: Callable[[], SendPlan], buffers: Buffers, reports: Reports) -> 
 
 
 class Watched(Buffers):
-    """Buffers that know whether somebody is on their stream."""
+    """Buffers that know whether their stream is in use."""
 
     inside = False
 
@@ -112,7 +112,7 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
         return Stream(f"{gpu}")
 
     def plan() -> SendPlan:
-        raise AssertionError("nobody reads it")
+        raise AssertionError("no code reads it")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -415,7 +415,7 @@ def test_an_update_that_is_given_up_while_its_source_is_read_leaves_the_buffers_
 
     def stuck() -> Iterator[tuple[str, Any]]:
         yield "t0", torch.ones(64)
-        # Nobody waits any longer for what comes now: the next update has begun.
+        # The next update has begun: no call waits for this answer.
         over.append(BucketStream(make_plan(weights), buffers, 256, TrainerRanks(), stopped=lambda: False))
         over[0].prepare()
         yield "t1", torch.ones(64)

@@ -13,7 +13,7 @@ from tests.core.machines import EPOCH, Pool, Sent, config, failures, results, wo
 
 ID = 5
 LINK = b"client"
-#: it runs everywhere; it has an id that the model of `CAN` lacks
+#: it runs everywhere; it has an id that the model of `CAN` does not have
 FINE, UNFIT = work(), work(labels=(5000,))
 
 #: provokes a code under ID on LINK; returns what was sent

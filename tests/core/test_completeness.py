@@ -1,4 +1,4 @@
-"""A model that was not loaded completely is found, whatever way its load takes, and a complete one is not suspected."""
+"""A model that was not loaded completely is found, with every way to load it, and a complete one is not suspected."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator

@@ -49,7 +49,7 @@ def interpret() -> None:
     sums = importlib.import_module("enginepool.transfer.digest_kernel").sums
     for kind, size in cases():
         words = words_of(kind, size)
-        # Beside the beginning of their memory, as buckets are.
+        # Not at the beginning of their memory, as buckets are.
         memory = torch.from_numpy(np.concatenate([words_of("drawn", 64), words]))
         assert digest_text(*sums(memory[64:]).tolist()) == specified(words), (kind, size)
     sys.stdout.write(f"{len(cases())} are equal")
@@ -72,7 +72,7 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there(kernel: str, monkeypatch:
     compiler: Any = importlib.import_module("triton.compiler")
     backends: Any = importlib.import_module("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # newer versions warn where nobody says; no float is here
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # newer versions warn where it is not set; no float is here
     signature = SIGNATURES[kernel]
     pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
     aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
@@ -93,7 +93,7 @@ def kernels_with(fault: str) -> ModuleType:
         return right(words) * (fault != "wrong sums")
 
     def look(words: Any, rows: Any, sums: Any, levels: Any) -> None:
-        sums += right(words) * (fault != "wrong sums beside tensors")
+        sums += right(words) * (fault != "wrong sums next to tensors")
 
     def rows(manifest: Any, bounds: Any, targets: Any) -> tuple[Any, list[int]]:
         return torch.zeros((0, 8), dtype=torch.int32), [0]
@@ -106,7 +106,7 @@ def kernels_with(fault: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("fault", ["missing", "wrong sums", "wrong sums beside tensors", "wrong levels"])
+@pytest.mark.parametrize("fault", ["missing", "wrong sums", "wrong sums next to tensors", "wrong levels"])
 def test_without_a_kernel_that_is_right_the_host_does_it_and_one_line_says_so(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,7 +52,7 @@ def test_a_signature_takes_no_longer_than_its_text_is_long() -> None:
 
 
 def fail(pool: Pool, incarnation: str, reason: str) -> None:
-    """A worker that dialled in says why it ends, and ends."""
+    """An external worker says why it ends, and ends."""
     link = incarnation.encode()
     pool.worker(incarnation, ready=False)
     pool.do(ev.WorkerSaid(0, link, Exiting(reason, failed=True)))

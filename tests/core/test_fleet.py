@@ -80,7 +80,7 @@ def test_silence_loses_a_worker_and_its_requests_run_elsewhere() -> None:
     assert "a" not in pool.machine.core.groups["g"].workers
     assert list(results(pool.finish(pool.batches[-1]))) == [1]
     told = pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h"))
-    assert [type(s.message) for s in told] == [Expired], "the incarnation is refused for ever"
+    assert [type(s.message) for s in told] == [Expired], "the incarnation is refused from then on"
 
 
 def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings() -> None:
@@ -131,7 +131,7 @@ def test_what_follows_a_stall_of_the_coordinator_has_deadlines_of_its_own() -> N
     link = pool.worker("a")
     pool.wait(1)
     pool.now += 60
-    # What came in meanwhile is read before any timer is looked at.
+    # Messages that arrived meanwhile are read before any timer is looked at.
     pool.do(ev.WorkerHeard(0, link))
     pool.submit(client, 1, work())
     (batch,) = pool.machine.core.worker_links[link].batches.values()
@@ -144,7 +144,7 @@ def test_what_follows_a_stall_of_the_coordinator_has_deadlines_of_its_own() -> N
     pool.wait(9)
     assert "a" in pool.machine.core.groups["g"].workers
     pool.wait(2)
-    assert "a" not in pool.machine.core.groups["g"].workers, "10 s of silence, whatever was before"
+    assert "a" not in pool.machine.core.groups["g"].workers, "10 s of silence, in any state"
 
 
 def test_a_worker_that_reconnects_gets_its_batches_again_under_the_same_ids() -> None:

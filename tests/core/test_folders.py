@@ -1,4 +1,4 @@
-"""Folders of processes: nobody's are removed by the next process, those of the living are left alone."""
+"""Folders of processes: those of ended processes are removed by the next one, those of living processes stay."""
 
 import os
 import stat
@@ -55,12 +55,12 @@ def test_a_folder_where_nothing_can_be_locked_is_there_all_the_same_and_nobody_t
     other.remove()
 
 
-# --- folders that nobody else reaches ----------------------------------------------------------------------------------
+# --- folders that no other user reaches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])
 def test_a_private_folder_is_private_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
-    """Under the strictest one its parents exist already, as the owner's own: else nobody could make anything in them."""
+    """Under the strictest one its parents exist already, as the owner's own: else no process could make anything in them."""
     folder = tmp_path / "a" / "b" / "c"
     if umask & 0o200:
         folder.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Promises about engines that run out of memory: less at a time from then on, for all of the group, and nobody is to blame."""
+"""Promises about engines that run out of memory: less at a time from then on, for all of the group; no request is to blame."""
 
 import msgspec
 import pytest

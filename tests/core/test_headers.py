@@ -1,4 +1,4 @@
-"""Headers stay under the limit of frame 0, whatever the labels, the rows and the errors of a batch are."""
+"""Headers stay under the limit of frame 0, for all labels, rows and errors of a batch."""
 
 import msgspec
 import pytest

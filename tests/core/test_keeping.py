@@ -41,7 +41,7 @@ class Memory:
 
 
 class Group:
-    """A process group that somebody leaves, or not."""
+    """A process group that a rank leaves, or not."""
 
     def __init__(self) -> None:
         self.left = threading.Event()

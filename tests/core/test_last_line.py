@@ -56,7 +56,7 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
         "print('the last word', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    # Whoever cleans up has the pipe open, too, until it is done.
+    # The process that cleans up has the pipe open, too, until it is done.
     ended = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60
     )

@@ -14,7 +14,7 @@ from tests.core.test_weights import ready, refusal, to_transfer
 
 
 def lost_journal() -> tuple[UpdatePool, Trainer, list[bytes]]:
-    """The journal is empty. The first worker starts anew; the second one heard that version 11 of run 1 is committed."""
+    """The journal is empty. The first worker starts fresh; the second one heard that version 11 of run 1 is committed."""
     pool, trainer, links = ready(1)
     pool.do(ev.WorkerRegistered(0, b"old", "g", "old", 1, "host"))
     pool.tell(b"old", Idle(EPOCH))

@@ -1,4 +1,4 @@
-"""What the simulator, and reading beside it, found in the coordinator's machine: each as small as it gets."""
+"""Bugs of the coordinator's machine, found by the simulator or by reading: each test is as small as it gets."""
 
 import msgspec
 import pytest
@@ -292,7 +292,7 @@ def test_a_worker_with_a_late_batch_gets_nothing_more_until_it_is_done() -> None
     assert 0 < len(newer) < 16
     for sent in newer:
         pool.finish(sent)
-    assert pool.batches == [old], "what came after half of its time waits"
+    assert pool.batches == [old], "a request after half of its time waits"
     pool.finish(old)
     assert len(pool.batches) == 1
 

@@ -38,7 +38,7 @@ OPTIONAL = frozenset({"lm_head.weight"})
         ("model.layers.0.mlp.gate_proj.lora_A.default.weight", PEFT),
         ("base_model.model.model.norm.weight", PEFT),
         ("module.base_model.model.lm_head.weight", PEFT),
-        # What `rename` could make of these nobody knows.
+        # What `rename` would make of these is unknown.
         ("module.other.weight", ""),
         ("_orig_mod.other", ""),
         ("policy.model.norm.weight", ""),

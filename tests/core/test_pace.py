@@ -1,4 +1,4 @@
-"""Promises about the pace: what the coordinator learns of a worker's forwards is right, whatever the load shows of them."""
+"""Promises about the pace: what the coordinator learns of a worker's forwards is right, under any load."""
 
 from collections.abc import Callable
 from random import Random
@@ -31,7 +31,7 @@ class Batches:
         check_cost_model(self.pace)
 
     def end(self) -> ForwardCostModel:
-        """What was learnt once the last batch counts too: the next one shows that nothing came together with it."""
+        """What was learned once the last batch counts too: the next one shows that nothing came together with it."""
         self.run(1.0, 1, 1, fits=False)
         return self.pace
 

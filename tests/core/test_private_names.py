@@ -90,7 +90,7 @@ def _holds(node: ast.expr, holders: set[str]) -> bool:
 
 
 def unlisted(source: str, file: str) -> list[str]:
-    """Names of SGLang that a source uses and the table lacks, each with its line."""
+    """Names of SGLang that a source uses and that are missing in the table, each with its line."""
     known = {part for one in PRIVATE for part in (one.module, *one.name.split("."))} | PUBLIC
     return sorted({f"{file}:{line}: {name}" for line, name in uses(source, file) if name not in known})
 

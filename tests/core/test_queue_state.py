@@ -1,4 +1,4 @@
-"""The queue and the heap of those who wait for a version, against lists that are searched anew each time.
+"""The queue and the heap of requests that wait for a version, against lists that are searched in full each time.
 
 The model of fairness is told which of the waiting clients began where, and computes for itself who is next.
 """

@@ -210,7 +210,7 @@ def test_a_worker_hears_whether_texts_are_joined_as_pairs(raw: bool) -> None:
     [task] = texts(pool.submit(client, 1, content))
     assert isinstance(task.message, Tokenize)
     assert task.message.raw is raw
-    # Whatever the tokenizer made of it: the row is whole, and has nothing to separate.
+    # With any result of the tokenizer: the row is whole, and has nothing to separate.
     pool.do(
         ev.TextTokenized(
             0, task.link, task.message.task, [FrameSpec("items", "int32", (2,)), specs[2]], [b"\1\0\0\0" * 2, b"\2\0\0\0"]

@@ -120,7 +120,7 @@ def test_a_snapshot_comes_before_a_checkpoint(tmp_path: Path, held: StagerHolds 
 
 
 def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) -> None:
-    """Its digest is known then; until somebody says so it has none."""
+    """It has no digest until a worker reports one."""
     make_tiny_model(tmp_path)
     path = str(tmp_path)
     loaded = NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)

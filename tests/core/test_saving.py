@@ -1,4 +1,4 @@
-"""Snapshots of a stager beside updates: what they wait for, and what waits for them."""
+"""Snapshots of a stager during updates: what they wait for, and what waits for them."""
 
 import stat
 import threading

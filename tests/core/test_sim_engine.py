@@ -1,4 +1,4 @@
-"""The sim engine: the same question has the same answer, whoever asks and however it is batched; faults come when asked for."""
+"""The sim engine: the same question has the same answer for every caller and in every batch; faults come when asked for."""
 
 import asyncio
 import math

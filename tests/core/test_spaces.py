@@ -77,7 +77,7 @@ def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_no
     loan.end()
     manifest = make_plan(SOURCE).manifest
     assert verified(opened, manifest)[0] == digest
-    assert not sealed(opened, space.seal), "but nobody promises that it is as it was"
+    assert not sealed(opened, space.seal), "but its content may have changed"
     with pytest.raises((OSError, RuntimeError)):
         open_space(space)
 
@@ -165,7 +165,7 @@ def test_host_memory_that_a_gpu_copies_from_is_pinned_where_it_is_opened_until_i
     del view
     assert cudart.told[1:] == [("unregister", at, True)]
     assert int(open_space(space).sum()) == 7 * 8192
-    assert len(cudart.told) == 2, "nobody asked for that"
+    assert len(cudart.told) == 2, "the caller did not ask for that"
 
 
 def test_host_memory_that_cuda_does_not_pin_is_opened_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_is_not_there_whole_is_not_made_there_by_whoever_opens_it(tmp_path:
 def test_memory_that_cuda_does_not_pin_is_used_as_it_is_and_nobody_else_hears_of_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA keeps the last error and tells it to the next kernel, whoever started that."""
+    """CUDA keeps the last error and reports it to the next kernel of any thread."""
     last: list[str] = []
 
     class Cudart:

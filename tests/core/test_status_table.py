@@ -10,7 +10,7 @@ from tests.core.machines import Pool
 
 
 def test_a_long_name_of_a_worker_leaves_room_for_its_stage_and_its_process() -> None:
-    """External workers have the name of their host in theirs."""
+    """The names of external workers contain the name of their host."""
     name = "gpu-host-17-of-the-second-row-judge-0.660f1b07bd58b+2"
     worker = WorkerStatus(name=name, incarnation=name, stage="restoring", pid=4123456, version=1234567, restarts=3)
     shown = StatusReport(epoch=1, uptime_s=5.0, groups=[GroupStatus(name="judge", workers=[worker])])

@@ -6,7 +6,7 @@ from tests.core.two_stages import HIGH, Costs, Seen, Simulation
 
 #: 16.7 ms for one request, 148 requests a second at most; measured: 16.2 to 17.2, and 143 to 147
 PLAIN = Costs(batch_s=0.0035, row_s=0.00045, token_s=2.23e-6)
-#: 27 ms for one request, of which 14 are there whatever its forward holds, as no CUDA graph launches it; measured: 30 to 34
+#: 27 ms for one request, of which 14 are there for any content of its forward, as no CUDA graph launches it; measured: 30 to 34
 PACKED = Costs(batch_s=0.006, row_s=0.0001, token_s=1.75e-6, forward_s=0.014, packed=True)
 #: requests of one priority that keep an engine full
 MANY = 64

@@ -39,7 +39,7 @@ from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
 
 def ready(workers: int = 2, **kwargs: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
-    """A pool of workers that dialled in, and somebody who trains."""
+    """A pool of external workers, and a trainer."""
     pool = UpdatePool(**kwargs)
     return pool, Trainer(pool), [pool.worker(f"w{i}") for i in range(workers)]
 
@@ -203,7 +203,7 @@ def test_a_publish_that_comes_again_is_attached_and_its_answer_is_kept() -> None
     pool.answer(trainer.commit())
     pool.written()
     assert of_type(trainer.publish(1, id=1), Published)
-    assert of_type(trainer.say(Sent(1, DIGEST, 1)), Published), "whoever asks after the end hears the end"
+    assert of_type(trainer.say(Sent(1, DIGEST, 1)), Published), "a question after the end is answered with the end"
 
 
 def test_the_id_of_an_open_transaction_is_used_for_nothing_else() -> None:
@@ -654,7 +654,7 @@ def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
     old = list(pool.batches)
     sent = pool.wait(1.0)
     assert len(of_type(sent, LoadWeights)) == 2
-    assert results(pool.finish(old[0])) == {}, "an answer that comes too late is of weights that nobody wants"
+    assert results(pool.finish(old[0])) == {}, "an answer that comes too late is of dropped weights"
     pool.batches.clear()
     pool.answer(sent)
     assert of_type(pool.written(), Published)[0].record.aborted_batches == 2
@@ -962,7 +962,7 @@ def test_a_commit_that_cannot_be_journaled_puts_engines_back_without_a_new_proce
     ("transfer", "partial", "kept"), [("staged", False, True), ("staged", True, False), ("ipc", False, False)]
 )
 def test_weights_that_died_with_all_who_had_loaded_them_are_not_committed(transfer: str, partial: bool, kept: bool) -> None:
-    """A stager may have them for a successor; of what lay in the publisher's memory alone, or of a part, nobody has all."""
+    """A stager may keep them for a successor. No process keeps weights from the publisher's memory alone, or a part of them."""
     pool, trainer, links = ready()
     pool.answer(pool.answer(trainer.publish(1, transfer=transfer, partial=partial, host="here")))
     trainer.sent()
@@ -1097,7 +1097,7 @@ def test_after_a_new_run_requests_wait_again() -> None:
 
 
 def test_a_request_may_wait_for_its_version_a_second_time() -> None:
-    """Its entry of the first time must not stand in the queue beside the new one."""
+    """Its entry of the first time must not stay in the queue next to the new one."""
     pool, trainer, links = ready(1)
     for number in (50, 51):
         pool.do(ev.Submit(0, trainer.link, number, work(), 0, None, 5))
@@ -1221,7 +1221,7 @@ def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> Non
 
 
 def lost_everywhere() -> tuple[UpdatePool, Trainer, list[bytes]]:
-    """Version 3 is committed with DIGEST, and nobody has it any more."""
+    """Version 3 is committed with DIGEST, and is lost."""
     pool = committed_before()
     trainer = Trainer(pool)
     links = [pool.worker("a"), pool.worker("b")]
@@ -1291,7 +1291,7 @@ def test_a_lost_version_without_a_digest_can_be_published_again() -> None:
 
 
 def test_a_worker_that_is_asked_once_more_does_not_hide_that_weights_are_missing() -> None:
-    """Of many workers one is being asked again at any time; requests would wait for it for ever."""
+    """Of many workers one is being asked again at any time; requests would wait for it without end."""
     pool = committed_before()
     client = pool.client()
     again = pool.machine.core.config.timing.restore_again_s
@@ -1409,7 +1409,7 @@ def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:
 
 @pytest.mark.parametrize("found", [True, False])
 def test_who_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_holds(found: bool) -> None:
-    """Somebody goes back to weights from which a worker was being restored: what it says it holds may be gone by now."""
+    """An operator goes back to weights from which a worker was being restored: its report of them may be out of date."""
     pool, trainer, links = ready(1)
     committed(pool, trainer, 1, links)
     to_transfer(pool, trainer, 2)

@@ -302,7 +302,7 @@ def test_a_higher_epoch_drops_running_and_finished_work() -> None:
         hear(w, batch(5, n))
     done(w, 5, 1)
     assert sent(hear(w, Accept(6))) == [Idle(6), Ready(CAPABILITIES, 3)]
-    assert done(w, 5, 2) == [], "the answer of a dropped batch is nobody's"
+    assert done(w, 5, 2) == [], "the answer of a dropped batch is dropped"
     assert not w.work.answers
 
 

@@ -139,7 +139,7 @@ def test_the_engine_empties_before_it_takes_weights_and_nothing_enters_it() -> N
     assert given(worker.to_load()) == []
     assert worker.hear(batch(11)) == []
     done = worker.do(WorkDone(0, (7, 10), Done((7, 10), [])))
-    assert said(done) == [], "nobody waits for it any more"
+    assert said(done) == [], "no call waits for it any more"
     assert given(done) == [LOAD]
     after = worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     assert said(after) == [WeightsLoaded(UPDATE, 1, "d")]
@@ -184,7 +184,7 @@ def test_who_heard_on_a_new_link_that_the_engine_takes_weights_hears_when_it_has
     assert Stage("loading", "takes weights") in worker.again()
     heard = said(worker.answer(WeightsLoaded(UPDATE, 1, "d")))
     assert WeightsLoaded(UPDATE, 1, "d") in heard
-    assert Ready(CAN, 1, "d") in heard, "it would be taken for one that loads for ever"
+    assert Ready(CAN, 1, "d") in heard, "it would count as a worker that loads without end"
 
 
 def test_another_prepare_after_a_load_means_that_it_was_committed() -> None:

@@ -1,4 +1,4 @@
-"""Updates in the worker's process: what happens where an engine hangs in something that nobody waits for."""
+"""Updates in the worker's process: what happens where an engine hangs in something that no call waits for."""
 
 import asyncio
 from collections.abc import Coroutine

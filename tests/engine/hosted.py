@@ -22,7 +22,7 @@ from tests.process import forking
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
 START_S = 500
-#: Whatever hangs is killed before, by the engine itself.
+#: The engine itself kills a process that hangs before that.
 CLOSE_S = 120
 
 
@@ -88,7 +88,7 @@ class HostedEngine:
         return closed
 
     def end(self) -> None:
-        """End the process whatever state it is in; nothing where it has ended."""
+        """End the process in any state; nothing if it has ended."""
         self._pipe.close()  # the host closes its engine at the end of the pipe
         self._process.join(30)
         if self._process.is_alive():
@@ -169,7 +169,7 @@ class _Host:
         await engine._tm.flush_cache(timeout_s=30)
 
     async def queries(self) -> tuple[int, int]:
-        """How many queries were sent ahead of their rows so far, and how many parts did not find theirs."""
+        """How many queries were sent ahead of their rows so far, and how many parts did not find their query."""
         engine: Any = self._engine
         return engine._scoring.cached.computed, engine._scoring.cached.missed
 

@@ -1,4 +1,4 @@
-"""The whole pool on the real engine: what comes back is what `transformers` computes, whoever asked, however it was cut."""
+"""The whole pool on the real engine: the scores are those of `transformers`, for every caller and every cut."""
 
 import asyncio
 import random
@@ -294,7 +294,7 @@ def test_coordinators_that_are_stopped_and_started_again_cost_no_call_and_load_n
 def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
     processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's own process is kept from growing. Its group is given half as much at a time, and nobody is suspected."""
+    """SGLang's own process is kept from growing. Its group is given half as much at a time, and no request is suspected."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = PoolConfig(
         groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},

@@ -68,7 +68,7 @@ def drawn(own: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A request of the load: its rows, what had been published when it was sent, what came back, and when (monotonic)."""
+    """A request of the load: its rows, the version that was published when it was sent, its answer, and when (monotonic)."""
 
     rows: list[list[int]]
     least: int

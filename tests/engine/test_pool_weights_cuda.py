@@ -130,7 +130,7 @@ def running(
 
 
 def tell(what: str, value: float, unit: str) -> None:
-    """A figure, for whoever reads the output of this file: what is promised of times is judged there."""
+    """A figure for the reader of this file's output, who judges the times."""
     print(f"{what}: {value:.4g} {unit}", flush=True)  # noqa: T201
 
 
@@ -152,7 +152,7 @@ async def ready(daemon: Daemon, pool: Pool, group: str, *, version: int | None =
     """Wait until all workers of a group are ready, on this version; one that has to start more often will not.
 
     What they do meanwhile is told when it changes. Where they do not get ready, what they have written is told at once, and is
-    the message of the failure; whoever waits next has no need to fail for the same restart.
+    the message of the failure; the next wait has no need to fail for the same restart.
     """
     began, doing = time.monotonic(), ""
     restarts = max(restarts, FAILED_FOR.get(group, 0))
@@ -258,7 +258,7 @@ def test_a_worker_killed_in_a_transfer_comes_back_on_the_committed_weights_and_n
             first = await ready(running.daemon, pool, PAIR, restarts=restarts)
             old = (await pool.weights(PAIR)).version + 1
             sent.update({version: running.stand.weights(tmp_path, version) for version in (old, old + 1, old + 2)})
-            # Of what goes straight into engines nobody keeps a copy: this is what they can come back on.
+            # No process keeps a copy of what goes straight into engines: they can come back on this.
             digest = await publish(old)
             for seed in range(CLIENTS):
                 clients.create_task(load.client(pool, seed))

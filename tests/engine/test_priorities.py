@@ -1,4 +1,4 @@
-"""A high priority gains on a CPU what it gains on a GPU: it waits for about two short forwards, whatever waits behind it."""
+"""A high priority gains on a CPU what it gains on a GPU: it waits for about two short forwards, with any load behind it."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Weights in memory that somebody lends to the real engine: looked at while it serves, copied out of at the hand-over."""
+"""Weights in memory that a publisher lends to the real engine: looked at while it serves, copied out of at the hand-over."""
 
 import importlib
 import random

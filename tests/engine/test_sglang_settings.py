@@ -260,7 +260,7 @@ def test_budgets_shrink_with_the_pool_and_the_slots() -> None:
 
 
 def test_rows_of_a_batch_are_no_more_than_sglang_adds_to_one_forward() -> None:
-    """Whatever `max_running_requests` says: it counts against this one, which it takes from that unless it is given."""
+    """For any `max_running_requests`: it counts against this one, which it takes from that unless it is given."""
     assert budgets(wanted(), running(settings={"pp_max_micro_batch_size": 64})).inflight_rows == 32
     assert budgets(wanted(), running(settings={"pp_max_micro_batch_size": None})) == budgets(wanted(), running())
 

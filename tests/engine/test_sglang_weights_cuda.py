@@ -295,7 +295,7 @@ def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(s
         lent.end()
         assert subject.engine.call("do", "inspect", "digest") == (lent.digest, [])
         del lent
-        assert torch.cuda.memory_allocated(0) == before, "torch keeps what it thinks that somebody still uses"
+        assert torch.cuda.memory_allocated(0) == before, "torch keeps memory that it takes for used"
 
 
 def test_a_lender_on_a_gpu_that_uses_its_memory_again_is_noticed(subject: Subject) -> None:

@@ -50,7 +50,7 @@ OUTSIDE = {
 IMPURE = CLOCKS | THREADS | OUTSIDE | {"tempfile", "torch", "urllib", "zmq"}
 #: The libraries that a pure file may import.
 PURE_LIBRARIES = {"msgspec", "numpy"}
-#: The rooms that a pure file may import beside the pure files of its own.
+#: The rooms that a pure file may import besides the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
 #: What workers may import besides their own room: the protocol, this host, the options of sockets, and the files that
@@ -138,7 +138,7 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
     if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
         return "workers import enginepool.protocol, the files that they share with others and their own room, nothing else"
     if room not in ("workers", "tests") and not path.startswith("bench/peers") and found.within("enginepool.workers"):
-        return "nobody imports workers: they are started as processes"
+        return "none imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):
         return "the coordinator knows no client"
     if path.startswith((COORDINATOR, "enginepool/client/")) and library in {"torch", "sglang", "transformers"}:
@@ -264,15 +264,15 @@ BAD = [
     ("workers/loop.py", "import zmq.asyncio", "zmq is imported only in"),
     ("workers/machine.py", "from time import monotonic", "never imports time"),
     ("workers/machine.py", "from enginepool.workers.loop import Loop", "pure files of its own room"),
-    ("enginepool/client/pool.py", "import enginepool.workers.engine", "nobody imports workers"),
-    ("enginepool/client/pool.py", "from enginepool import workers", "nobody imports workers"),
+    ("enginepool/client/pool.py", "import enginepool.workers.engine", "none imports workers"),
+    ("enginepool/client/pool.py", "from enginepool import workers", "none imports workers"),
     ("enginepool/client/session/machine.py", "import asyncio", "never imports asyncio"),
-    ("enginepool/cli/main.py", "import importlib\nimportlib.import_module('enginepool.workers.sim')", "nobody imports workers"),
+    ("enginepool/cli/main.py", "import importlib\nimportlib.import_module('enginepool.workers.sim')", "none imports workers"),
     ("enginepool/cli/doctor.py", "def f():\n    import sglang", "sglang is imported only in"),
     ("enginepool/cli/doctor.py", "__import__('zmq')", "zmq is imported only in"),
     (f"{COORDINATOR}shell/daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
     (f"{COORDINATOR}shell/daemon.py", "import torch", "need no torch"),
-    ("bench/wire.py", "from enginepool.workers.engine import RowPart", "nobody imports workers"),
+    ("bench/wire.py", "from enginepool.workers.engine import RowPart", "none imports workers"),
     ("tests/core/test_x.py", "import protocol.messages", "other people's packages"),
     (PURE_FILE, "from enginepool.coordinator.shell import daemon", "pure files of its own room"),
     (PURE_FILE, "from ..shell.daemon import Daemon", "across rooms are absolute"),

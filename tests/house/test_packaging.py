@@ -172,7 +172,7 @@ def test_an_editable_install_runs_the_checkout_and_no_file_twice(
 
 
 def test_every_package_is_listed() -> None:
-    """A folder that nobody listed would be missing from the wheel and nowhere else."""
+    """A folder that is not listed would be missing from the wheel and nowhere else."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed: list[str] = tomllib.load(file)["tool"]["setuptools"]["packages"]
     found = {place.rpartition("/")[0].replace("/", ".") for place in expected_files() if place.endswith("/__init__.py")}

@@ -1,4 +1,4 @@
-"""What tests that attack a pool share: a raw link, which says whatever it is told to, and the messages of an update."""
+"""What tests that attack a pool share: a raw link, which sends any bytes, and the messages of an update."""
 
 import json
 from collections.abc import Generator, Mapping

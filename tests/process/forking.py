@@ -1,4 +1,4 @@
-"""Processes of a pool that are forked from one that has imported what they need. A process that is started imports it anew:
+"""Processes of a pool that are forked from one that has imported what they need. A process that is started imports it again:
 a stager torch for one second, an engine SGLang in each of its three processes for seven.
 
     server          has imported everything (`preloaded`), and runs nothing; multiprocessing's fork server

@@ -1,4 +1,4 @@
-"""Imported once, by the server that the tests fork processes from (`forking`): what each of them would import anew."""
+"""Imported once, by the server that the tests fork processes from (`forking`): what each of them would import again."""
 
 import gc
 import importlib
@@ -10,7 +10,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def preload(*names: str) -> None:
-    """Import these modules. Forked processes share them, because nobody counts what is frozen as possible garbage."""
+    """Import these modules. Forked processes share them, because frozen objects are not counted as possible garbage."""
     gc.disable()
     for name in names:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Processes of a test: all are started through one `Processes`, which ends them, by their ids, whatever happens in the test."""
+"""Processes of a test: all are started through one `Processes`, which ends them, by their ids, however the test ends."""
 
 import signal
 import subprocess
@@ -66,7 +66,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _descendants(process: Any) -> set[psutil.Process]:
-    """Whatever a living process has started; nobody is left who could say it of one that has ended."""
+    """All children of a living process. Those of an ended process are not known any more."""
     if process.poll() is not None:
         return set()
     return set(psutil.Process(process.pid).children(recursive=True))

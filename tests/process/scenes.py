@@ -36,9 +36,9 @@ OPTIONS: dict[str, Any] = {
     "timeout": 50.0,
     "retry_timeout": 0,
 }
-#: of the engine, in a pool of its own: the second hand-over takes so long that what happens in it does, whoever stands still
+#: of the engine, in a pool of its own: the second hand-over takes so long that every fault happens in it
 SLOW_TAKE: dict[str, Any] = {"faults": [{"kind": "slow_on_take", "at_take": 2, "seconds": 4.0}], "fresh": True}
-#: seconds of a scene with its fault, its healing and what follows; nothing may take for ever
+#: seconds of a scene with its fault, its healing and what follows; nothing may take longer
 LIMIT_S = 240.0
 
 
@@ -96,7 +96,7 @@ class Stage:
         return workers[f"g-{place}"].pid
 
     def stager(self, place: int) -> int:
-        """The process of the stager beside a place."""
+        """The process of the stager of a slot."""
         path = Path(self.daemon.config.state_dir) / "stagers" / f"g.{place}.json"
         return msgspec.json.decode(path.read_bytes())["pid"]
 
@@ -169,8 +169,8 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 @pytest.fixture
 def play(arena: Arena) -> Play:
-    """Runs a scene, with options of the sim engine, in a `fresh` pool if it is told to. One that fails leaves its pool to
-    nobody."""
+    """Runs a scene, with options of the sim engine, in a `fresh` pool if it is told to. No scene uses the pool of one
+    that failed."""
 
     def play(scene: Scene, *, fresh: bool = False, **options: Any) -> None:
         if fresh:

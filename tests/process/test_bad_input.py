@@ -1,4 +1,4 @@
-"""Whatever comes in at the sockets, the coordinator stays up, says what was wrong, and serves the others."""
+"""For any bytes at its sockets, the coordinator stays up, says what was wrong, and serves the others."""
 
 import asyncio
 import errno
@@ -48,7 +48,7 @@ def daemon(processes: Processes, tmp_path: Path) -> Daemon:
 
 @contextmanager
 def sockets() -> Generator["zmq.Context[Socket]"]:
-    """A context that closes its sockets at the end; a plain one would wait for ever for those that a failing test left open."""
+    """A context that closes its sockets at the end; a plain one would wait for those that a failing test left open."""
     context: zmq.Context[Socket] = zmq.Context()
     try:
         yield context
@@ -260,7 +260,7 @@ def test_a_coordinator_takes_as_many_files_as_it_may_have_for_clients_beyond_the
     processes: Processes, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Enough to start a coordinator with, whatever else this process has open.
+    # Enough to start a coordinator with, with any number of files open in this process.
     few = max(map(int, os.listdir("/proc/self/fd"))) + 32
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
     try:

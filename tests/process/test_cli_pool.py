@@ -252,7 +252,7 @@ def test_interrupted_and_resumed_every_line_is_scored_exactly_once(processes: Pr
                 lines.write(json.dumps({"query": [n, 1, 2], "items": [[3, n], [4]], "group": group}) + "\n")
 
     for end_of_run, sign, code in ((100, signal.SIGINT, 130), (200, signal.SIGTERM, 143), (300, signal.SIGKILL, -9)):
-        # All that is in flight waits there at last: no run is over before it is interrupted, however late that is.
+        # All that is in flight waits there in the end: no run is over before it is interrupted, however late that is.
         write(range(end_of_run - 7, end_of_run + 1))
         before = len(target.read_bytes().splitlines()) if target.exists() else 0
         process = start(processes, "score", source, target, *command)

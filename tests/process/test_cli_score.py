@@ -1,4 +1,4 @@
-"""`enginepool score` and its files: every line answered once, whatever was there before and whatever happens."""
+"""`enginepool score` and its files: every line answered once, with any file there before and after any interruption."""
 
 import asyncio
 import fcntl

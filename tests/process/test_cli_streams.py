@@ -1,4 +1,4 @@
-"""Lines that come through a pipe: whole ones, whatever the pieces that they come in, and for several readers."""
+"""Lines that come through a pipe: whole ones, in pieces of any size, and for several readers."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
-"""Groups of processes on loopback: they form, broadcast and fail within their time, whoever dies or stops.
+"""Groups of processes on loopback: they form, broadcast and fail within their time, whichever rank dies or stops.
 
-Those that copy are told apart by nothing but that. What is copied here lies in memory of the host; GPUs share theirs otherwise.
+Those that copy are told apart by nothing but that. What is copied here lies in memory of the host; GPUs share it otherwise.
 """
 
 import importlib
@@ -291,7 +291,7 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
     with pair() as (origin, taker):
         first, second = filled(256, 1), filled(256, 2)
         gone = [origin.begin(first), origin.begin(second)]
-        assert origin._have[1] == 0, "nobody has asked"  # pyright: ignore[reportPrivateUsage]
+        assert origin._have[1] == 0, "no rank has asked"  # pyright: ignore[reportPrivateUsage]
         targets = [filled(256, 0), filled(256, 0), filled(256, 0)]
         came = [taker.begin(into) for into in targets]
         for way in (*gone, *came[:2]):
@@ -316,7 +316,7 @@ def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypat
             taker = CopyReceiver("g", 2, 1, "cpu", f"127.0.0.1:{address[1]}", "token", LONG_S)
             thread.join(LONG_S)
             [origin] = made
-            # Whoever waits hears of nonsense later, too.
+            # A rank that waits hears of invalid messages later, too.
             taker._origin.sendall(b"\x01\x00\x00\x00\xc1")  # pyright: ignore[reportPrivateUsage]
             with pytest.raises(CollectiveError, match="has lost rank 1"):
                 origin.broadcast(filled(256, 1), LONG_S)
@@ -569,7 +569,7 @@ def test_what_a_gpu_does_next_is_ordered_behind_a_broadcast_without_waiting_for_
         waits = 0
 
         def is_completed(self) -> bool:
-            raise AssertionError("nobody asks")
+            raise AssertionError("no rank asks")
 
         def wait(self) -> None:
             self.waits += 1

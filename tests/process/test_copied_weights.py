@@ -1,4 +1,4 @@
-"""New weights for a pool whose ranks copy each bucket out of the memory of the rank before: as by a broadcast, whatever dies.
+"""New weights for a pool whose ranks copy each bucket out of the memory of the rank before: as by a broadcast, if one dies too.
 
 On GPUs they do where they are on one host. Here memory of the host is what they copy out of.
 """
@@ -40,7 +40,7 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ProcessGroup]]:
     assert isinstance(groups[0], CopySource) and groups[0].world == 4
     assert isinstance(groups[-1], CopySource)
     end = time.monotonic() + PATIENCE_S
-    while not lent_here() <= before:  # threads that copied may have to notice first that nobody wants it any more
+    while not lent_here() <= before:  # threads that copied may have to notice first that the copy is not needed any more
         assert time.monotonic() < end, "a publisher that is closed has given its memory back"
         time.sleep(0.01)
 

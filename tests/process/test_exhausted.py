@@ -1,4 +1,4 @@
-"""A coordinator that runs out of descriptors or of memory goes on serving, and says what it lacks."""
+"""A coordinator that runs out of descriptors or of memory goes on serving, and says what is missing."""
 
 import asyncio
 import os

@@ -27,7 +27,7 @@ def short(processes: Processes) -> Path:
 def test_a_pool_that_nothing_is_said_about_listens_where_clients_look_and_others_cannot(
     processes: Processes, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the umask is: the directory is what keeps others out."""
+    """For any umask: the directory keeps other users out."""
     tmp_path = short
     monkeypatch.setenv("HOME", str(tmp_path))
     config = msgspec.structs.replace(sim_pool(tmp_path, workers=1), listen="", state_dir="~/.local/state/enginepool")

@@ -116,7 +116,7 @@ DISCONNECTED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_
 
 @pytest.mark.parametrize("endpoint", ["address", "workers"])
 def test_who_has_no_authorized_key_is_not_connected(pool: Daemon, endpoint: str, tmp_path: Path) -> None:
-    """No key; a key that nobody authorized; a good one, but for another coordinator; a public key without its secret."""
+    """No key; a key that is not authorized; a good one, but for another coordinator; a public key without its secret."""
     address = getattr(pool, endpoint)
     good = curve(pool, "admin")
     assert not silent(address, **good)
@@ -251,12 +251,12 @@ class Vandal(threading.Thread):
 
 #: of a client, because a mutation may make a message of another type, which it may send
 MAY = {"pong", "status_report", "welcome", "hello_required", "protocol_version"}
-#: what somebody hears who may send nothing of what was sent: never that it was done
+#: the answers to a peer that may send none of these messages: never that it was done
 HARMLESS = {FORBIDDEN, "malformed", "bad_request", "unsupported", "too_large"}
 
 
 def test_mutated_messages_with_valid_keys_of_the_wrong_role_change_nothing(pool: Daemon) -> None:
-    """Each is refused, whatever is in it; others are served meanwhile, and on the same weights as before."""
+    """Each is refused, with any content; others are served meanwhile, and on the same weights as before."""
     part = MUTATED // 5
     vandals = [
         Vandal(pool, "client", "client-coordinator", MUTATED - 4 * part, 1),

@@ -1,4 +1,4 @@
-"""Weights in memory of a trainer on the same host, and whatever dies while it lends them: committed or aborted, never mixed."""
+"""Weights in memory of a trainer on the same host, and processes that die meanwhile: committed or aborted, never mixed."""
 
 import asyncio
 import os
@@ -115,7 +115,7 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where:
             # What engines have open outlives its owner.
             assert stage.committed(record).committed == 3
         else:
-            # Once it is dead, nobody can open what it lent.
+            # Once it is dead, no process can open what it lent.
             reasons = ("silent for 4000 ms", "No such file") if where == "staged" else ("silent for 4000 ms",)
             assert record.outcome == "update_aborted" and any(reason in record.message for reason in reasons)
             assert (await stage.pool.weights()).version == stage.old
@@ -142,7 +142,7 @@ def test_a_worker_that_is_lost_before_the_load_aborts(play: Play) -> None:
         handle = await stage.publisher.start(some_weights(2), stage.old + 1, transfer="ipc")
         await stage.phase(handle, "staged")
         os.kill(await stage.pid(1), signal.SIGKILL)
-        await stage.failed(handle)  # one whose loss nobody has noticed yet may be lost in the hand-over
+        await stage.failed(handle)  # one whose loss is not noticed yet may be lost in the hand-over
         with pytest.raises(errors.UpdateAborted, match="g-1 was lost"):
             await handle.finish()
 

@@ -1,4 +1,4 @@
-"""A test that fails leaves no process, whatever that process thinks of it."""
+"""A test that fails leaves no process, also none that ignores signals."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A real stager process beside a sim engine: what arrives, what is kept, what a dead peer or a killed stager leads to."""
+"""A real stager process next to a sim engine: what arrives, what is kept, what a dead peer or a killed stager leads to."""
 
 import asyncio
 import contextlib
@@ -436,7 +436,7 @@ def test_an_update_that_is_released_while_its_engine_joins_a_group_holds_up_no_o
         worker.tell(ReleaseWeights(worker.update, "the publisher is gone"))
         second = await worker.prepare(transfer="direct")
         assert first.code == second.code == ""
-        assert first.peer != second.peer, "nobody knows which group the engine is in"
+        assert first.peer != second.peer, "it is not known which group the engine is in"
         for task in worker.tasks:
             task.cancel()
         await asyncio.gather(*worker.tasks, return_exceptions=True)
@@ -510,7 +510,7 @@ def test_what_a_dead_worker_waited_for_is_no_answer_to_its_successor(place: Plac
     async def story() -> None:
         async with place.worker() as worker:
             assert (await worker.prepare()).code == ""
-            # Nobody else comes to this group, so that the stager is joining when its worker dies.
+            # No other rank comes to this group, so that the stager is joining when its worker dies.
             link = worker.weights._stager  # pyright: ignore[reportPrivateUsage]
             link.tell(Join("nobody", 2, 1, trainer.rendezvous.address, update=worker.update))
             await link.alive()
@@ -988,7 +988,7 @@ def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_
             name = "before"
 
             def abort(self) -> None:
-                # It takes seconds beside a stopped peer: meanwhile the update is forgotten, and the next one has its group.
+                # It takes seconds next to a stopped peer: meanwhile the update is forgotten, and the next one has its group.
                 update.forgotten = True
                 one.group = following
 

@@ -1,4 +1,4 @@
-"""Threads beside a program: its end waits for what they finish with, and not for what hangs."""
+"""Threads of a program: its end waits for what they finish with, and not for what hangs."""
 
 import subprocess
 import sys

@@ -91,7 +91,7 @@ def dial() -> Iterator[Dial]:
 
 
 def worker_of(dial: Dial, daemon: Daemon, name: str) -> Peer:
-    """A worker that dialled in and is ready on the weights of its checkpoint."""
+    """An external worker that is ready on the weights of its checkpoint."""
     worker = dial(daemon.workers, ToWorker)
     worker.say(Register("g", name))
     worker.say(Idle(worker.hear(Accept).epoch))

@@ -1,4 +1,4 @@
-"""New weights for a whole pool of real processes under load: committed or aborted, never mixed, whatever dies on the way.
+"""New weights for a whole pool of real processes under load: committed or aborted, never mixed, whichever process dies.
 
 After each fault: the outcome within its deadlines, the pool serving, a reason that can be read, and a further update that
 succeeds.

@@ -52,7 +52,7 @@ M = TypeVar("M")
 
 
 class Coordinator:
-    """What the workers dial: one ROUTER. Times out instead of waiting for ever."""
+    """What the workers dial: one ROUTER. Times out instead of waiting without end."""
 
     def __init__(self, address: str = "") -> None:
         self.context = zmq.Context()
@@ -60,7 +60,7 @@ class Coordinator:
         self.router.set(zmq.LINGER, 0)
         self.router.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self.router.set(zmq.ROUTER_MANDATORY, 1)
-        # A port that nobody else is given while a successor takes it over.
+        # A port that no other process is given while a successor takes it over.
         self.router.bind(address or f"tcp://127.0.0.1:{free_port()}")
         self.endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
         self.decoder = msgspec.msgpack.Decoder(FromWorker)
@@ -395,12 +395,12 @@ def test_an_orphan_whose_main_thread_stands_still_ends(coordinator: Coordinator,
 
 
 def test_a_worker_that_was_stopped_for_longer_than_an_orphan_lives_goes_on(coordinator: Coordinator, start: Start) -> None:
-    """A batch system suspends a job with its coordinator: nobody spoke because nobody could."""
+    """A batch system suspends a job with its coordinator: neither could send."""
     worker = start()
     coordinator.accept(orphan_s=1.0)
     coordinator.until(Ready)
     worker.process.send_signal(signal.SIGSTOP)
-    time.sleep(ORPHAN_GRACE * 1.0 + LIFELINE_GRACE_S + 0.5)  # shorter, and nobody had a reason to end it
+    time.sleep(ORPHAN_GRACE * 1.0 + LIFELINE_GRACE_S + 0.5)  # shorter, and no process had a reason to end it
     worker.process.send_signal(signal.SIGCONT)
     with pytest.raises(subprocess.TimeoutExpired):
         worker.process.wait(0.5)

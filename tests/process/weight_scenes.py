@@ -78,7 +78,7 @@ async def loss(stage: Stage, phase: str, who: str, sign: signal.Signals) -> None
     os.kill(victim, sign)
     gate.opened.set()
     if phase == "staged" and who == "worker":
-        # A stager that is lost now is noticed when its bytes are wanted. A worker whose loss nobody has noticed yet may be
+        # A stager that is lost now is noticed when its bytes are wanted. A worker whose loss is not noticed yet may be
         # lost in the hand-over.
         await stage.failed(handle)
         with pytest.raises(errors.UpdateAborted, match=r"g-1|1 of 3"):
@@ -106,5 +106,5 @@ async def killed_trainer(stage: Stage, where: str, copying: str = "cuda") -> Non
             await asyncio.sleep(0.02)
     record = (await stage.pool.weights()).history[-1]
     assert record.outcome == "update_aborted"
-    # Its connections close before its lease is over, unless nobody reads from them.
+    # Its connections close before its lease is over, unless no process reads from them.
     assert any(word in record.message for word in ("silent", "closed", "reset", "rank 0")), record.message

@@ -13,7 +13,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0, help="default: drawn from the seed, 1 to 8")
     parser.add_argument("--packed", action="store_true", help="some of the workers are packed ones")
     parser.add_argument("--updates", action="store_true", help="weights are published meanwhile")
-    parser.add_argument("--paced", action="store_true", help="workers have a pace, from which theirs differs")
+    parser.add_argument("--paced", action="store_true", help="workers have a pace, and each differs from it")
     parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")
     parser.add_argument("--restarts", action="store_true", help="engines take weights only at their start")
     parser.add_argument("--wide", action="store_true", help="headers and answers are large, and bounds are tight")

@@ -1,4 +1,4 @@
-"""The machines that workers run on: the supervisor of the coordinator's own workers, and somebody else's workers that dial in.
+"""The machines that workers run on: the supervisor of the coordinator's own workers, and external workers.
 
 Processes outlive coordinators. A coordinator hears of the ends of those that it started or adopted, each once, after all of the
 process group has ended.
@@ -41,7 +41,7 @@ class Cluster:
         self._places: dict[str, tuple[str, int]] = {}
         #: who is told of the end
         self._watchers: dict[str, Watcher] = {}
-        #: somebody else keeps so many workers alive for each group
+        #: a supervisor outside the pool keeps so many workers alive for each group
         self.external = True
         self._external_count = 0
         #: how probably an external worker has no stager; one of each group has
@@ -80,7 +80,7 @@ class Cluster:
             self.world.after(self.world.between(0, 0.3), worker.gone, "unusable")
 
     def dial_in(self, group: str) -> None:
-        """A worker that somebody else started."""
+        """An external worker."""
         self._external_count += 1
         incarnation = f"external-{group}-{self._external_count}"
         others = (worker.stager for worker in self.workers.values() if worker.external and worker.group == group)

@@ -1,4 +1,4 @@
-"""What goes wrong: each fault strikes somebody at random, and each heals by itself or when the simulation says so."""
+"""What goes wrong: each fault strikes a random process, and each heals by itself or when the simulation says so."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ class Faults:
         self.last_heals = 0.0
 
     def strike(self, kind: str) -> None:
-        """Let `kind` happen to somebody."""
+        """Let `kind` happen to a random process."""
         room, _, rest = kind.partition("_")
         if room == "worker" or room == "engine":
             workers = [w for w in self.simulation.cluster.workers.values() if w.alive and w.dealer is not None]

@@ -14,7 +14,7 @@ from enginepool.protocol.messages import Ack, Cancel, Done, ErrorReply, Message,
 from tests.sim.world import World
 
 #: These may be repeated long after. Work may not: nothing repeats it later than the coordinator itself, after a new
-#: registration, and a worker that has long forgotten a batch would run it beside what fills its budget.
+#: registration, and a worker that has long forgotten a batch would run it next to what fills its budget.
 LATE = (Ack, Cancel, Done, Result, Score, Tokenized)
 #: a dealer that is not connected queues at most this many messages
 QUEUED = 1000
@@ -27,7 +27,7 @@ class Server(Protocol):
 
 
 class Owner(Protocol):
-    """Whoever has a dealer."""
+    """A process that has a dealer."""
 
     name: str
 

@@ -4,7 +4,7 @@ from random import Random
 
 
 class Offer:
-    """One update that somebody means to publish, and what is wrong with it."""
+    """One update that a publisher means to publish, and what is wrong with it."""
 
     def __init__(self, at: float, group: str) -> None:
         self.at = at
@@ -24,7 +24,7 @@ class Offer:
         self.seconds = 0.1
         #: commit is said before the bytes are sent
         self.early = False
-        #: what came of it: published, or an error's code
+        #: its outcome: published, or an error's code
         self.outcome = ""
 
     def __repr__(self) -> str:

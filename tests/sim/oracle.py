@@ -40,7 +40,7 @@ class Oracle:
         self.open: dict[int, Call] = {}
         #: by group: what was ever committed, and what engines were told to answer from without a commit, oldest first
         self.weights: dict[str, list[Weights]] = {}
-        #: by group: how often somebody began a new run
+        #: by group: how often a new run began
         self.runs: dict[str, int] = {}
         #: by group: why its weights were nowhere, once they were
         self.needed: set[str] = set()
@@ -68,7 +68,7 @@ class Oracle:
         self.open[call.uid] = call
 
     def forget(self, call: Call) -> None:
-        """The caller is gone: nobody will hear the answer."""
+        """The caller is gone: no one reads the answer."""
         self.open.pop(call.uid, None)
 
     def finished(self, now: float, call: Call, effect: Answer | Fail) -> None:
@@ -145,7 +145,7 @@ class Oracle:
         return group or next(iter(self.weights))
 
     def may_answer(self, group: str, version: int) -> None:
-        """Engines answer from other weights, although nobody committed them."""
+        """Engines answer from other weights, although they were never committed."""
         self.weights[group].append(Weights(version, version, False))
 
     def commit(self, group: str, version: int, content: int, digest: str, *, run: int) -> None:
@@ -173,7 +173,7 @@ class Oracle:
         assert offer.fate == "commit", told
         assert message.version == version, told
         assert any(one.committed and one.version == version for one in self.weights[offer.group]), told
-        # Nobody may run on it yet: who had loaded it may have died since, and its successor has it from the stager.
+        # No worker may run on it yet: the one that loaded it may have died since, and its successor has it from the stager.
         assert message.record.outcome == "committed", told
         self._count("published")
 

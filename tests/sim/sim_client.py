@@ -122,10 +122,10 @@ class SimClient:
         self._take(MessageReceived(self.world.now, message, frames[1:]))
 
     def connected(self, dealer: Dealer) -> None:
-        """Nobody tells a client."""
+        """No message tells a client."""
 
     def disconnected(self, dealer: Dealer) -> None:
-        """Nobody tells a client."""
+        """No message tells a client."""
 
     def _take(self, event: SessionEvent) -> None:
         self.world.note(self.name, event)
@@ -187,7 +187,7 @@ class SimClient:
             (self.submit if submit else self.cancel)(call)
 
     def vanish(self) -> None:
-        """The process is killed: nobody waits any more."""
+        """The process is killed: its calls are gone."""
         self.world.note(self.name, "vanishes")
         self._leave()
         if self.dealer is not None:

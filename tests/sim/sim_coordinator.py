@@ -62,7 +62,7 @@ class SimCoordinator:
         self.raises: Callable[[], None] | None = None
         self._ended: set[str] = set()
         self._exits: list[ev.WorkerExited] = []
-        #: what came in within one turn of the loop
+        #: the messages of one turn of the loop
         self._events: list[ev.Event] = []
         self._timer_at = float("inf")
         #: committed weights, as on disk; how often it cannot be written

@@ -139,7 +139,7 @@ class SimEngine:
     # --- scoring -------------------------------------------------------------------------------------------------------
 
     def run(self, run: RunBatch) -> None:
-        """Take a batch. It must fit: alone into a forward, and beside everything else that is inside."""
+        """Take a batch. It must fit: alone into a forward, and together with all that is inside."""
         if self.dead:
             return
         task = Task(run)
@@ -251,7 +251,7 @@ class SimEngine:
     # --- text ----------------------------------------------------------------------------------------------------------
 
     def tokenize(self, run: RunTokenize) -> None:
-        """A tokenizer takes one text after the other, beside forwards."""
+        """A tokenizer takes one text after the other, during forwards."""
         if self.dead:
             return
         texts, epoch = self._texts, run.task.task[0]

@@ -127,7 +127,7 @@ class SimPublisher:
         if outcome != "published":
             self._leave_rings()
         if self.lent is not None:
-            # Its memory is for something else now, whatever engines still do with it.
+            # Its memory is for something else now, also if engines still read it.
             self.disks.take_back(self.lent)
             self.lent = None
         self.ring = None
@@ -184,10 +184,10 @@ class SimPublisher:
         return offer is not None and offer.fate == "never" and (self.all_sent or offer.transfer == "direct")
 
     def connected(self, dealer: Dealer) -> None:
-        """Nobody tells a client."""
+        """No message tells a client."""
 
     def disconnected(self, dealer: Dealer) -> None:
-        """Nobody tells a client."""
+        """No message tells a client."""
 
     def receive(self, dealer: Dealer, frames: Sequence[Buffer]) -> None:
         if self.gone or dealer is not self.dealer:

@@ -1,7 +1,7 @@
 """Simulated weights: process groups, stagers, snapshots, and what an engine becomes when it takes some.
 
 Bytes are not simulated. Weights are their digest: what an engine answers follows from the digest of what was really put into
-it, whatever version it says that is, so that a mixture or a wrong label shows in the scores.
+it, under any version that it reports, so that a mixture or a wrong label shows in the scores.
 """
 
 import zlib
@@ -44,7 +44,7 @@ def content_of(digest: str, base: int) -> int:
 
 
 class Side:
-    """Somebody in a process group. `told` hears once whether it formed, then each broadcast, or that it broke."""
+    """A rank of a process group. `told` hears once whether it formed, then each broadcast, or that it broke."""
 
     def __init__(self, name: str, told: "Callable[[str, str, list[Finding]], None]") -> None:
         self.name = name
@@ -88,7 +88,7 @@ class Ring:
             side.told("bytes", digest, findings)
 
     def leave(self) -> None:
-        """A side is gone: nobody's collective can end well."""
+        """A rank is gone: no collective can succeed."""
         if self.broken:
             return
         self.broken = True
@@ -138,13 +138,13 @@ class Disks:
         self.lent.pop(lent.path, None)
 
     def fresh(self, what: str) -> str:
-        """A name that nobody has had."""
+        """A name that was never used."""
         self.count += 1
         return f"{what}-{self.count}"
 
 
 class Stager:
-    """The process beside a worker that receives weights, and outlives it."""
+    """The second process of a worker. It receives weights, and outlives the worker."""
 
     def __init__(self, disks: Disks, name: str, *, staging: bool = True) -> None:
         self.disks = disks
@@ -170,7 +170,7 @@ class Stager:
         self.opened: Lent | None = None
 
     def host(self, worker: "SimWorker") -> None:
-        """A worker starts beside it: what was asked by the one before is over."""
+        """Its next worker starts: the requests of the one before are over."""
         self.worker, self.prepare, self.direct, self.early = worker, None, None, ""
         self.opened = None
 
@@ -205,10 +205,10 @@ class Stager:
         elif isinstance(message, VerifyWeights):
             self._later(0.2, self._verify, message)
         elif isinstance(message, LoadWeights):
-            assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken beside work"
+            assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken during work"
             self._later(0.1, self._load, message)
         elif isinstance(message, Restore):
-            assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken beside work"
+            assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken during work"
             self._later(0.5, self._restore, message)
         elif isinstance(message, Committed):
             self._committed(message)
@@ -228,7 +228,7 @@ class Stager:
 
     @property
     def only_at_start(self) -> bool:
-        """Of the engine beside it."""
+        """Of the engine of its worker."""
         return self.worker is not None and self.worker.profile.only_at_start
 
     def _mine(self, update: TaskId) -> bool:
@@ -305,7 +305,7 @@ class Stager:
                 self._say(Staged(update, digest, findings))
 
     def _break_engine(self) -> None:
-        """Nobody knows what is in the engine now."""
+        """The content of the engine is unknown now."""
         self.direct = None
         worker = self.worker
         if worker is not None and worker.alive:

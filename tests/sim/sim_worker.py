@@ -61,7 +61,7 @@ class SimWorker:
         self.group = group
         #: with which it started; the present one may be a later one
         self.name = self.incarnation = incarnation
-        #: nobody kills it, and the coordinator has not told it to end
+        #: no fault kills it, and the coordinator has not told it to end
         self.external = external
         self.blamed = False
         self.alive = True
@@ -103,7 +103,7 @@ class SimWorker:
 
     @property
     def healthy(self) -> bool:
-        """Nothing has been wrong with it for a while: whoever gives it up does it wrong."""
+        """Nothing has been wrong with it for a while: to give it up is an error."""
         return self.alive and self.world.now > self.troubled_until and not (self.engine.hangs or self.engine.dead)
 
     def trouble(self, seconds: float) -> None:

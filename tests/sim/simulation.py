@@ -227,7 +227,7 @@ class Simulation:
         return len(self.oracle.open) + len(self.oracle.commands.open)
 
     def _publish_again(self) -> None:
-        """Whatever became of the updates before, each has ended, and one more succeeds."""
+        """Each update has ended, with any outcome, and one more succeeds."""
         world = self.world
         last = SimPublisher(self.network, self.oracle, self.cluster.disks, len(self.publishers))
         last.start()
@@ -255,7 +255,7 @@ class Simulation:
             publisher.leave()
 
     def _ask_for_the_next(self, group: str) -> None:
-        """A call that nobody can answer before the next update."""
+        """A call that no worker can answer before the next update."""
         client = next((client for client in self.clients if not client.gone), None)
         uid = max(self.oracle.calls, default=-1) + 1
         if client is None or uid >= CALLS:
@@ -273,7 +273,7 @@ class Simulation:
         """What the last answers left behind is cleaned up, in the coordinator, the workers and the clients."""
         world, timing = self.world, self.plan.config.timing
         world.run_until(world.now + max(timing.client_silence_s, timing.forward_s) + 3.0)
-        # A request that came twice, the second time after its acknowledgement, runs again for nobody; what dies is replaced.
+        # A request that came twice, the second time after its acknowledgement, runs again for no caller; what dies is replaced.
         end = world.now + PATIENCE_S
         while (self.coordinator.watch.busy or self._unknown()) and world.now < end:
             world.run_until(world.now + 1.0)

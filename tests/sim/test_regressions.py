@@ -1,7 +1,7 @@
 """Seeds that showed a bug once, and what it was. The smallest test of each is in `tests/core/test_machine_regressions.py`,
 of updates in `tests/core/test_weights.py`, of workers in `tests/core/test_worker_machine.py`.
 
-A seed means a schedule only as long as the simulator draws in the same order: whoever changes that plants each bug again and
+A seed means a schedule only as long as the simulator draws in the same order: a change of that order plants each bug again and
 looks for the seed that shows it now.
 """
 
@@ -12,8 +12,8 @@ from tests.sim.simulation import simulate
 SHOWED = [
     (1, 2, "text that came during a trial waited although a worker was open again"),
     (17, 2, "a suspect waited for the worker that was kept for it although another one was idle"),
-    (17, 2, "a suspect waited beside an idle worker after what stood before it had been dispatched"),
-    (44, 5, "several texts that kill their worker were never alone, so nobody was found guilty and no answer came"),
+    (17, 2, "a suspect waited while a worker was idle, after what stood before it had been dispatched"),
+    (44, 5, "several texts that kill their worker were never alone, so none was found guilty and no answer came"),
     (38, 7, "without batches sent again after a new registration a healthy worker was killed for being slow"),
     (1387, 4, "text was not sent again after a new registration, and a healthy worker was killed for it"),
     (739, 4, "without leases extended after a stall of the coordinator a healthy worker was killed for silence"),
@@ -23,12 +23,12 @@ SHOWED = [
 #: with updates; seed, workers, whether some of these are packed
 UPDATES = [
     (610357, 6, False, "work was taken back from a worker that went on with it: its weights were committed once more"),
-    (410822, 33, True, "of many workers one was always being asked again, so that nobody said that the weights are missing"),
-    (900758, 7, "where one class of workers was gone for good, nobody said that the weights of the other one are missing"),
+    (410822, 33, True, "of many workers one was always being asked again, so that missing weights were never reported"),
+    (900758, 7, "where one class of workers was gone, the missing weights of the other one were not reported"),
     (900793, 7, True, "a suspect text that was harmless could not be shed any more for a request of a higher priority"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
     (9900007, 6, False, "after a stall a worker had heard its coordinator later than it was, by a rounding"),
-    (71030678, 7, False, "what came right before a stall was heard after it at its old time: a healthy worker was silent"),
+    (71030678, 7, False, "a message right before a stall was heard after it at its old time: a healthy worker was silent"),
     (30744, 6, True, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]
 

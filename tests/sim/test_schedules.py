@@ -1,4 +1,4 @@
-"""Nothing lost, whatever goes wrong: thousands of random schedules with up to 8 workers, tens with 1,000.
+"""Nothing lost, after any faults: thousands of random schedules with up to 8 workers, tens with 1,000.
 
 A failure prints the seed and how to replay it. `SIM_SEED` starts the series elsewhere, to look for what these seeds do not
 show.

@@ -176,7 +176,7 @@ def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
-    """Nobody looks at the bytes."""
+    """No worker looks at the bytes."""
     real = Transactions.sent
 
     def sent(self: Transactions, update: Update, message: Sent) -> None:

@@ -3,7 +3,7 @@
 Each row begins with the number of its call, so that an engine that is told to misbehave can say whom it wronged. What a call's
 text or ids contain decides what an engine does with it:
 
-    POISON    whatever runs it dies, each time          REFUSED   the engine refuses the part
+    POISON    every engine that runs it dies            REFUSED   the engine refuses the part
     UNREADABLE   the tokenizer refuses the text         CHOKING   the tokenizer dies of the text
 """
 

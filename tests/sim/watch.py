@@ -188,12 +188,12 @@ class Watch:
                 continue
             assert worker.class_ == class_, worker
             first = group.texts.head()
-            assert first is None or not takes_text(worker), f"a text waits beside {worker}"
+            assert first is None or not takes_text(worker), f"a text waits, but {worker} is free"
             if worker.batches or worker.texts:
                 continue
             first = group.queue.head(class_)
-            assert first is None, f"{worker} is idle beside {first}"
-            assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle beside a suspect"
+            assert first is None, f"{worker} is idle while {first} waits"
+            assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle while a suspect waits"
 
     def _text_in_order(self, worker: Worker, request: Request) -> None:
         """A text was given to a worker: what that has is bounded, and no text of a higher priority waits."""
@@ -262,7 +262,7 @@ class Watch:
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for something, or a worker still runs what nobody waits for."""
+        """A call waits, or a worker still runs work that no call waits for."""
         core = self.machine.core
         workers = [worker for group in core.groups.values() for worker in group.workers.values()]
         return any(client.live for client in core.clients.values()) or any(w.batches or w.texts for w in workers)
@@ -284,7 +284,7 @@ class Watch:
 
 
 def _rank(request: Request) -> tuple[bool, int]:
-    """Smaller ones run first, where priority is strict: clients without a link are last, whatever priority they asked for."""
+    """Smaller ones run first, where priority is strict: clients without a link are last, with any priority."""
     return (False, -request.priority) if request.client.link is not None else (True, 0)
 
 

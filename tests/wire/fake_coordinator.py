@@ -107,7 +107,7 @@ class FakeCoordinator:
                 return message
 
     def tell(self, *frames: bytes) -> None:
-        """Send these frames to every client, whatever they are."""
+        """Send these frames, also invalid ones, to every client."""
         self._errands.put(list(frames))
 
     def forget(self) -> None:

@@ -53,7 +53,7 @@ class Receiver:
         return self.read()["sums"]
 
     def end(self) -> None:
-        """End it, whatever it does, stopped or not."""
+        """End it in any state, stopped or not."""
         self.process.kill()
         self.process.join()
         self._orders.close()

@@ -189,7 +189,7 @@ def _from_client() -> list[Valid]:
         ),
         _variant(
             "score-unknown-keys",
-            "keys that version 1 does not know are ignored, whatever they hold",
+            "keys that version 1 does not know are ignored, with any value",
             {**_SCORE, "trace": {"a": [1, None, 2.5]}, "blob": b"\x00\xff"},
         ),
         _variant(
@@ -462,7 +462,7 @@ def _to_client() -> list[Valid]:
         Valid(
             "status-report-paced",
             way,
-            "a worker's pace as learnt from its batches: 9,000 tokens, where each row counts for 180 more",
+            "a worker's pace as learned from its batches: 9,000 tokens, where each row counts for 180 more",
             {
                 "type": "status_report",
                 "epoch": EPOCH,

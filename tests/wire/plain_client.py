@@ -253,7 +253,7 @@ class PlainClient:
             self.finish(Answer(header, {}))
 
     def finish(self, answer: Answer) -> None:
-        """One answer for each request: what nobody waits for is a duplicate, and only acknowledged."""
+        """One answer for each request: an answer that no call waits for is a duplicate, and only acknowledged."""
         id_ = answer.header["id"]
         if self.unanswered.pop(id_, None) is not None:
             self.answers[id_] = answer

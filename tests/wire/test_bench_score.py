@@ -179,7 +179,7 @@ def test_http_servers_are_asked_as_sglang_documents_it_and_wrong_answers_refused
         async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await answer(reader, writer)
-            except asyncio.IncompleteReadError:  # the caller only looked whether somebody listens
+            except asyncio.IncompleteReadError:  # the caller only looked whether a server listens
                 writer.close()
 
         server = await asyncio.start_server(served, "127.0.0.1", 0)

@@ -51,7 +51,7 @@ def coordinator(tmp_path: Path) -> Iterator[FakeCoordinator]:
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Runs a coroutine on either loop; nothing may take for ever."""
+    """Runs a coroutine on either loop, within a bounded time."""
     factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
 
     def on_loop(work: Coroutine[Any, Any, None]) -> None:

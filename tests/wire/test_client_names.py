@@ -1,4 +1,4 @@
-"""A pool whose host has a name that nobody knows: said when the time is over, and not in the way of anything else."""
+"""A pool whose host has an unknown name: said when the time is over, and not in the way of anything else."""
 
 import asyncio
 import socket

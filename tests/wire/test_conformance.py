@@ -20,14 +20,14 @@ from tests.wire.plain_worker import PlainWorker, toy_score, toy_tokens
 from tests.wire.test_vectors import INVALID, frames_of
 
 Context = zmq.Context[zmq.Socket[bytes]]
-#: a group whose workers are started by somebody else
+#: a group of external workers
 DIAL_IN = GroupConfig(model="toy", engine="sim", workers=0)
-#: what a client may send to any pool, and must be refused whatever its model is
+#: what a client may send to any pool, and must be refused with any model
 REFUSED = [v for v in INVALID if v["direction"] == "client-coordinator" and v["invalid"]["stage"] != "model"]
 
 
 def listening(processes: Processes, folder: Path, group: GroupConfig, after: Daemon | None = None) -> Daemon:
-    """A coordinator that listens: on free ports of this host, which nobody else is given, or where an earlier one did."""
+    """A coordinator that listens: on free ports of this host, which no other process is given, or where an earlier one did."""
     clients, workers = (after.address, after.workers) if after else (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     config = PoolConfig(
         {"policy": group}, listen=clients, listen_workers=workers, insecure_loopback=True, state_dir=str(folder)

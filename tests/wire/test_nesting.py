@@ -95,7 +95,7 @@ UNKNOWN: list[Mapping[str, Any]] = [
 @pytest.mark.parametrize(
     "unknown",
     UNKNOWN,
-    ids=["empty arrays", "integers", "integers beside arrays", "integers like arrays", "fields", "empty fields"],
+    ids=["empty arrays", "integers", "integers next to arrays", "integers like arrays", "fields", "empty fields"],
 )
 def test_a_header_of_a_client_is_not_read_value_by_value_without_end(unknown: Mapping[str, Any]) -> None:
     """In any message, under keys that the receiver does not know."""

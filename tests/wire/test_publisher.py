@@ -27,7 +27,7 @@ from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 from tests.wire.fake_updates import FakeUpdates, Receiver
 
 BUCKET = 4096
-#: seconds of an update that meets a fault; generous against what it would take to wait for ever
+#: seconds of an update that meets a fault; generous, but not without end
 LIMIT_S = 150.0
 
 Scene = Callable[[Pool, WeightPublisher, FakeUpdates], Coroutine[Any, Any, None]]
