@@ -219,7 +219,7 @@ def _fields() -> list[Invalid]:
             h,
             [_many({"type": "hello", "client": CLIENT, "token": TOKEN}, "capabilities", "dc0101", "a0", 257)],
         ),
-        Invalid("hello-client-missing", way, "hello without a client", bad, "client", h, _hex({"type": "hello", "token": TOKEN})),
+        Invalid("hello-client-missing", way, "hello: no client", bad, "client", h, _hex({"type": "hello", "token": TOKEN})),
         Invalid(
             "hello-client-string",
             way,

@@ -146,7 +146,7 @@ def _to_client() -> list[Valid]:
             "phase-done", way, "two of three have joined", {"type": "phase", "id": 9, "phase": "join", "members": 3, "done": 2}
         ),
         Valid("published", way, "version 4 is committed", {"type": "published", "id": 9, "version": 4, "record": RECORD}),
-        Valid("weights-wanted", way, "the committed weights are lost", {"type": "weights_needed", "group": "policy", "version": 4}),
+        Valid("weights-wanted", way, "committed weights are lost", {"type": "weights_needed", "group": "policy", "version": 4}),
         Valid(
             "control-report",
             way,
