@@ -10,6 +10,8 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import WATCH_S
 from enginepool.coordinator.fleet.slots import STEADY_S
 from enginepool.coordinator.fleet.workers import GOODBYE_S
+from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     Accept,
     Batch,
@@ -21,6 +23,7 @@ from enginepool.protocol.messages import (
     Idle,
     Ping,
     Ready,
+    Register,
     Stage,
     StatusReport,
     WorkerSettings,
@@ -560,6 +563,16 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool.worker("b")
     pool.worker("c", can=CAN.__class__("causal", 999, 100, 100, 8, 200, 16))
     assert list(pool.machine.core.groups["g"].workers) == ["b"]
+
+
+@pytest.mark.parametrize("field", ["group", "incarnation", "host"])
+def test_a_worker_with_a_very_long_name_is_not_registered(field: str) -> None:
+    """The status report, which has the names of all workers, would be longer than clients read."""
+    pool = Pool()
+    register = msgspec.structs.replace(Register("g", "w", host="h"), **{field: "x" * 5000})
+    event = worker_event(0, b"w", [encode_header(register)])
+    assert isinstance(event, ev.WorkerBroken) and f"{field}: expected at most 4096 bytes" in event.reason
+    assert codes(pool.do(event)) == ["hello_required"]
 
 
 @pytest.mark.parametrize("forwards", [-1, 2**64 - 1])

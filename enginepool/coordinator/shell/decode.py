@@ -166,6 +166,8 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
 def _register(now: float, link: Link, register: m.Register, frames: Sequence[Buffer]) -> ev.Event:
     if register.protocol != m.PROTOCOL_VERSION:
         raise WireError("protocol_version", f"protocol: version {register.protocol} is not spoken here", field="protocol")
+    # Status reports have these, and refused incarnations are remembered.
+    check_names(register, "group", "incarnation", "host")
     return ev.WorkerRegistered(now, link, register.group, register.incarnation, register.pid, register.host, register.epoch)
 
 
