@@ -46,6 +46,14 @@ def test_every_ready_worker_is_commanded_and_the_answer_has_a_row_for_each() -> 
     assert all(isinstance(row, WorkerOutcome) and row.name for row in report.workers)
 
 
+def test_an_unknown_code_of_a_worker_is_told_as_engine_error() -> None:
+    pool = Pool()
+    worker = pool.worker()
+    [command] = commands(flush(pool)).values()
+    [report] = reports(answer(pool, worker, command, "x" * 600_000, "it refused"))
+    assert [(row.code, row.message) for row in report.workers] == [("engine_error", "it refused")]
+
+
 def test_a_worker_that_is_lost_or_silent_has_an_outcome_too() -> None:
     pool = Pool()
     first, second = pool.worker("w1"), pool.worker("w2")

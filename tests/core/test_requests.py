@@ -25,6 +25,7 @@ from enginepool.protocol.messages import (
     FrameSpec,
     Score,
     StatusReport,
+    TaskId,
     Tokenize,
     Welcome,
 )
@@ -745,3 +746,26 @@ def test_text_for_a_model_without_a_tokenizer_is_refused_with_what_to_send(early
     assert (failure.code, failure.field) == ("bad_request", "query")
     assert failure.message == "query: the model has no tokenizer: send token ids"
     assert not texts(pool.sent)
+
+
+@pytest.mark.parametrize("code", ["shutting_down", "hello_required", "busy", "superseded", "x" * 2000])
+def test_a_failed_part_has_no_code_that_is_about_the_link_or_the_pool(code: str) -> None:
+    """A client that gets one would greet again, or pause its requests to all groups."""
+    pool = Pool()
+    link, worker = pool.client(), pool.worker()
+    pool.submit(link, 1, work())
+    [batch] = batch_ids(pool)
+    failed = pool.do(ev.BatchDone(0, worker, batch, [ev.Outcome([], [], code, "it says so")], 0, 1, 1))
+    assert [(error.code, error.message) for error in failures(failed).values()] == [("engine_error", "it says so")]
+
+
+def test_a_failed_part_tells_what_is_wrong_with_its_request() -> None:
+    pool = Pool()
+    link, worker = pool.client(), pool.worker()
+    pool.submit(link, 1, work())
+    [batch] = batch_ids(pool)
+    assert codes(pool.do(ev.BatchDone(0, worker, batch, [ev.Outcome([], [], "malformed", "")], 0, 1, 1))) == ["malformed"]
+
+
+def batch_ids(pool: Pool) -> list[TaskId]:
+    return [sent.message.batch for sent in pool.batches if isinstance(sent.message, Batch)]

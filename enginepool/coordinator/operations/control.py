@@ -8,6 +8,7 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
+from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import Message, TaskId
 from enginepool.protocol.messages.control import Command, Commanded, CommandName, Control, ControlReport, WorkerOutcome
 
@@ -43,7 +44,8 @@ class Commands:
 
     def take(self, worker: Worker, answer: Commanded, frames: Sequence[Buffer]) -> None:
         """It is done, or failed."""
-        self._report.workers.append(WorkerOutcome(worker.name, answer.code, answer.message))
+        code = answer.code if answer.code in CODES or not answer.code else "engine_error"
+        self._report.workers.append(WorkerOutcome(worker.name, code, answer.message))
 
     def give_up(self, worker: Worker, code: str, message: str) -> None:
         """It is not known whether it was done."""

@@ -18,6 +18,9 @@ from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result,
 
 #: when a request that found no memory is sent again
 NO_MEMORY_MS = 1000
+#: codes of a failed part that clients are told; all others become `engine_error`. Some of the others are about the link or the
+#: whole pool: a client that gets one of these greets again, or pauses its requests to all groups.
+_TOLD = frozenset({"malformed", "bad_request", "too_large", "unsupported"})
 
 
 class RequestLifecycle:
@@ -64,7 +67,8 @@ class RequestLifecycle:
             request.flying -= rows
             request.left -= rows
             if outcome.code:
-                self.fail(request, outcome.code, outcome.message)
+                code = outcome.code if outcome.code in _TOLD else "engine_error"
+                self.fail(request, code, outcome.message)
                 continue
             if isinstance(request.forwards, list):
                 request.forwards.append(e.forwards)
