@@ -93,7 +93,7 @@ def test_a_request_that_fits_a_batch_is_never_cut() -> None:
     assert [rows(s) for s in pool.batches] == [[7], [5]]
 
 
-def test_nobody_overtakes_a_head_that_does_not_fit_yet() -> None:
+def test_no_request_overtakes_a_head_that_does_not_fit_yet() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker()
@@ -219,7 +219,7 @@ def test_short_forwards_of_a_packed_worker_have_half_of_the_pace() -> None:
     assert by_priority(pool) == [(5, [1, 1, 1]), (0, [1, 1, 1])]
 
 
-def test_a_higher_priority_has_the_whole_pace_beside_lower_ones() -> None:
+def test_a_higher_priority_has_the_whole_pace_next_to_lower_ones() -> None:
     pool = Pool()
     client = pool.client()
     for request in range(1, 13):
@@ -249,7 +249,7 @@ def by_priority(pool: Pool) -> list[tuple[int, list[int]]]:
     return [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
 
 
-def test_what_comes_beside_two_batches_in_flight_waits_and_joins_one() -> None:
+def test_requests_that_come_during_two_batches_wait_and_join_one() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
@@ -460,7 +460,7 @@ def test_strict_order_is_priority_then_arrival() -> None:
     assert order == [6, 3, 5, 1, 4, 2, 7]
 
 
-def test_ageing_lets_nothing_wait_for_ever() -> None:
+def test_ageing_lets_nothing_wait_without_end() -> None:
     """One level weighs `ageing_s` seconds: what comes 5 s later with priority 10 does not pass request 3."""
     pool = Pool(config(ageing_s=0.5))
     client = pool.client()
@@ -548,7 +548,7 @@ def test_such_a_request_is_cut_where_all_its_rows_in_full_no_longer_fit() -> Non
     assert [rows(s) for s in pool.batches] == [[4], [4]], "no more than 200 of 8 x 50 tokens in a batch, 400 in flight"
 
 
-def test_nobody_joins_a_batch_that_is_larger_than_others_may_be() -> None:
+def test_no_request_joins_a_batch_that_is_larger_than_others_may_be() -> None:
     pool = Pool()
     client = pool.client()
     pool.submit(client, 1, shared(25, *[5] * 4))

@@ -198,7 +198,7 @@ def test_a_plain_worker_serves_packable_work_rather_than_stand_idle() -> None:
     assert who(pool.batches)[-1] == b"packed"
 
 
-def test_packed_work_waits_for_nobody_who_needs_a_plain_worker() -> None:
+def test_packed_work_does_not_wait_for_work_that_needs_a_plain_worker() -> None:
     """An earlier request of a higher priority, which only the full plain worker can serve, does not hold the packed one."""
     pool, client = both()
     for i in (1, 2, 3):
@@ -207,7 +207,7 @@ def test_packed_work_waits_for_nobody_who_needs_a_plain_worker() -> None:
     assert who(pool.batches).count(b"plain") == 2
 
 
-def test_nobody_overtakes_a_head_at_a_worker_that_could_serve_it() -> None:
+def test_no_request_overtakes_a_head_at_a_worker_that_could_serve_it() -> None:
     pool, client = both()
     for i in range(1, 5):
         pool.submit(client, i, shared(40, 20, 20, first=i))
@@ -341,7 +341,7 @@ def test_what_needs_a_plain_worker_waits_for_one_that_is_still_loading() -> None
     assert [(sent.link, rows(sent)) for sent in pool.batches] == [(b"link0", [1, 1])]
 
 
-def test_a_worker_of_the_wrong_class_for_its_place_is_lost() -> None:
+def test_a_worker_of_the_wrong_class_for_its_slot_is_lost() -> None:
     pool = Pool(packing_config(2, 1))
     start(pool, 0, PACKED)
     start(pool, 1, CAN)
@@ -422,7 +422,7 @@ def test_a_packed_worker_that_still_loads_is_no_hope_for_what_needs_a_plain_one(
         assert codes(pool.sent) == ["pool_down"]
 
 
-def test_once_no_place_has_a_worker_what_one_that_dialled_in_cannot_serve_is_told_so() -> None:
+def test_once_no_slot_has_a_worker_a_request_that_no_external_worker_serves_fails() -> None:
     pool = Pool(packing_config(1, 0))
     client = pool.client()
     plain = start(pool, 0, CAN)
@@ -530,7 +530,7 @@ def kept(pool: Pool) -> bytes | None:
 
 
 @pytest.mark.parametrize("names", [("plain", "packed"), ("packed", "plain"), ("plain", "plain2")])
-def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_others_that_are_busy(names: tuple[str, str]) -> None:
+def test_a_worker_that_is_kept_for_a_trial_stays_so_while_others_are_busy(names: tuple[str, str]) -> None:
     pool, _ = a_suspect_beside_busy_workers(*names)
     assert kept(pool) == names[0].encode()
     pool.do(ev.WorkerSaid(0, names[1].encode(), Stage("ready", "")))
@@ -554,7 +554,7 @@ def test_a_worker_that_was_kept_for_one_suspect_is_not_given_another_that_it_can
     assert who(pool.batches) == [b"plain"]
 
 
-def test_an_idle_worker_of_the_other_class_is_no_place_for_what_waits_behind_text() -> None:
+def test_an_idle_worker_of_the_other_class_does_not_run_what_waits_behind_text() -> None:
     pool = Pool()
     client = pool.client()
     lost = pool.worker("lost")
@@ -666,7 +666,7 @@ class Engines:
     st.sampled_from([45, 60, 100]),
     st.randoms(use_true_random=False),
 )
-def test_whatever_the_split_over_classes_each_row_gets_its_own_score(
+def test_with_any_split_over_classes_each_row_gets_its_own_score(
     shapes: list[tuple[str, int, list[int], int]], plain: int, packed: int, context: int, random: Random
 ) -> None:
     """Budgets, order and classes are asserted by `check`; an engine that packs dies of what it must not get."""

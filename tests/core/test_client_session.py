@@ -712,7 +712,7 @@ class RoughCoordinator:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(seed: int):
+def test_every_request_gets_exactly_one_final_answer_on_any_network(seed: int):
     rng = random.Random(seed)
     session = ClientSession(b"c" * 16, b"t" * 16, rng.random, SessionSettings(resend_s=4.0))
     coordinator = RoughCoordinator(rng)

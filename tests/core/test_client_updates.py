@@ -286,7 +286,7 @@ def test_an_update_that_is_sent_waits_for_its_caller_without_a_deadline(publishe
     assert publisher.ended() == []
 
 
-def test_past_the_deadline_of_a_commit_nobody_knows_and_the_error_says_so(publisher: Publisher):
+def test_past_the_deadline_of_a_commit_its_outcome_is_unknown_and_the_error_says_so(publisher: Publisher):
     publisher.open(timeout=5.0)
     publisher.send_all()
     publisher.commit(timeout=60.0)
@@ -432,7 +432,7 @@ class RoughCoordinator:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_does(seed: int):
+def test_every_update_ends_once_and_as_the_journal_says_on_any_network(seed: int):
     rng = random.Random(seed)
     session = ClientSession(b"c" * 16, b"t" * 16, rng.random, SessionSettings(resend_s=4.0))
     coordinator = RoughCoordinator(rng)

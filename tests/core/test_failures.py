@@ -132,7 +132,7 @@ def test_ends_that_a_worker_says_nothing_of_are_no_failures_of_its_start() -> No
     assert not pool.machine.core.groups["g"].down
 
 
-def test_what_two_starts_of_one_place_have_shown_holds_for_its_neighbors() -> None:
+def test_what_two_starts_of_one_slot_have_shown_holds_for_its_neighbors() -> None:
     """One of them waits for its next start, one loads: neither needs two failures of its own."""
     pool = Pool(workers=3)
     client = pool.client()

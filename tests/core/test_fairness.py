@@ -68,7 +68,7 @@ def test_a_light_client_waits_for_one_batch_of_each_competing_client(greedy: int
     assert answered_after(pool, light) <= IN_FLIGHT + greedy
 
 
-def test_two_busy_clients_get_the_same_whatever_the_size_of_their_requests() -> None:
+def test_two_busy_clients_get_the_same_for_any_size_of_their_requests() -> None:
     pool = Pool()
     large, small = pool.client(), pool.client()
     pool.submit(large, 1, work(400))

@@ -249,7 +249,7 @@ def test_suspects_run_alone_one_at_a_time_while_others_are_served() -> None:
     assert sorted(results(pool.sent)) == [1, 2, 3, 4]
 
 
-def test_a_trial_waits_for_a_worker_to_fall_idle_and_does_not_wait_for_ever() -> None:
+def test_a_trial_waits_for_a_worker_to_fall_idle_and_does_not_wait_without_end() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker("a")
@@ -308,7 +308,7 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
     assert not pool.killed, "each had ended"
 
 
-def test_a_fault_of_the_host_retires_no_place_and_is_tried_again_after_the_longest_backoff() -> None:
+def test_a_fault_of_the_host_retires_no_slot_and_is_tried_again_after_the_longest_backoff() -> None:
     """One that repeats more often than a worker may fail."""
     pool = Pool(workers=1)
     (slot,) = pool.machine.core.groups["g"].slots
@@ -405,7 +405,7 @@ def test_losses_are_counted_also_of_workers_that_take_long_to_fail() -> None:
     assert pool.machine.core.groups["g"].down
 
 
-def test_a_worker_may_be_restarted_for_ever() -> None:
+def test_a_worker_may_be_restarted_without_end() -> None:
     pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=10**9, window_s=1e9, backoff_max_s=0.1)))
     for count in range(1, 1100):
         pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "exit code 1"))
@@ -630,7 +630,7 @@ def test_a_drain_has_a_limit() -> None:
     assert pool.drained
 
 
-def test_what_ran_on_the_last_worker_waits_for_the_end_of_a_drain_and_nobody_starts_for_it() -> None:
+def test_work_of_the_last_worker_waits_for_the_end_of_a_drain_and_no_worker_starts_for_it() -> None:
     pool = Pool(workers=1)
     incarnation = start(pool)
     pool.submit(pool.client(), 1, work())
@@ -662,7 +662,7 @@ def test_a_drain_of_a_pool_that_is_still_starting_ends_it() -> None:
     pool.wait(WATCH_S * 2)
 
 
-def test_work_that_a_worker_refuses_goes_elsewhere_and_nobody_is_suspected() -> None:
+def test_work_that_a_worker_refuses_goes_elsewhere_and_no_request_is_suspected() -> None:
     pool = Pool()
     client = pool.client()
     link = pool.worker("a")

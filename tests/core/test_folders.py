@@ -39,9 +39,7 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_one(tmp_
     assert os.listdir(tmp_path) == ["enginepool-x-of-nobody"]
 
 
-def test_a_folder_where_nothing_can_be_locked_is_there_all_the_same_and_nobody_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_where_nothing_can_be_locked_is_made_and_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(_descriptor: int, _how: int) -> None:
         raise OSError("no locks here")
 
@@ -59,7 +57,7 @@ def test_a_folder_where_nothing_can_be_locked_is_there_all_the_same_and_nobody_t
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])
-def test_a_private_folder_is_private_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+def test_a_private_folder_is_private_for_any_umask(tmp_path: Path, umask: int) -> None:
     """Under the strictest one its parents exist already, as the owner's own: else no process could make anything in them."""
     folder = tmp_path / "a" / "b" / "c"
     if umask & 0o200:

@@ -24,7 +24,7 @@ OTHERS = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvid
         ([3, 12], ["0", "1"]),
     ],
 )
-def test_gpus_are_counted_from_0_whatever_their_numbers_are_on_the_host(
+def test_gpus_are_counted_from_0_for_any_numbers_on_the_host(
     numbers: list[int], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -56,7 +56,7 @@ def test_halves_are_possible_budgets_in_whichever_steps_they_are_taken(
     assert once.batch_tokens <= max(page, batch >> times)
 
 
-def test_a_batch_that_was_too_large_runs_in_halves_and_nobody_is_suspected() -> None:
+def test_a_batch_that_was_too_large_runs_in_halves_and_no_request_is_suspected() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker("a")
@@ -181,7 +181,7 @@ def test_an_engine_that_had_nothing_to_run_did_not_die_of_a_batch_and_its_loss_c
     assert "OutOfMemoryError" in group.down
 
 
-def test_rows_that_fit_nowhere_any_more_are_told_so_also_while_they_run() -> None:
+def test_rows_that_no_longer_fit_any_worker_fail_also_while_they_run() -> None:
     pool = Pool()
     client = pool.client()
     can = msgspec.structs.replace(CAN, context=200)

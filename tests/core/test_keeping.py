@@ -99,7 +99,7 @@ def play(path: Path, story: Callable[[Scene], Awaitable[None]]) -> None:
 # --- what is held ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_named_whatever_is_asked_for(tmp_path: Path) -> None:
+def test_kept_weights_are_named_for_any_question(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         for digest in (OLD, OTHER, ""):
             assert await scene.holds(digest) == held(1, OLD, "kept")
@@ -155,7 +155,7 @@ def test_of_an_update_that_is_committed_and_not_here_nothing_is_left(tmp_path: P
     play(tmp_path, story)
 
 
-def test_what_is_kept_may_be_committed_again_by_another_name_beside_an_update(tmp_path: Path) -> None:
+def test_kept_weights_may_be_committed_again_by_another_name_during_an_update(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         scene.came()
         await scene.holds()
@@ -203,7 +203,7 @@ def test_room_for_another_update_gives_up_the_one_before(tmp_path: Path) -> None
     play(tmp_path, story)
 
 
-def test_larger_room_on_a_device_takes_the_place_of_what_is_kept_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_room_on_a_device_replaces_the_kept_weights_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gpus_of(_device: str, wanted: int) -> int:
         return wanted
 
@@ -251,7 +251,7 @@ def test_a_release_leaves_a_process_group_that_may_not_be_in_step(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_nobody_joins_a_process_group_for_an_update_that_is_not_here(tmp_path: Path) -> None:
+def test_no_rank_joins_a_process_group_for_an_update_that_is_not_here(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         def ask(number: int) -> Awaitable[Joined]:
             return scene.link.ask(Join("g", 2, 1, "127.0.0.1:1", update=(7, number)), Joined)

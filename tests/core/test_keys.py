@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_keys_are_their_owner_s_alone_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+def test_keys_are_their_owner_s_alone_for_any_umask(tmp_path: Path, umask: int) -> None:
     folder = tmp_path / "keys"
     made = make_keys(folder, FIRST)
     assert [path.name for path in made] == ["server.key", "client.key", "publisher.key", "admin.key", "worker.key"]

@@ -187,7 +187,7 @@ def test_a_worker_that_is_told_to_look_at_something_unknown_says_so() -> None:
     assert isinstance(answer, Staged) and answer.code == "update_aborted"
 
 
-def test_what_was_seen_of_a_released_update_is_nobodys_business() -> None:
+def test_the_scan_of_a_released_update_is_dropped() -> None:
     worker = Worker()
     worker.hear(PREPARE)
     worker.hear(EXAMINE)

@@ -119,7 +119,7 @@ def test_ranks_that_bring_different_versions_are_all_told_which(pair: Pair, plan
 @pytest.mark.parametrize(
     "plan", [plan_of("b", "a"), plan_of("a"), plan_of("a", "b", "c"), plan_of("a", "b", dtype=torch.float16)]
 )
-def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(pair: Pair, plan: SendPlan) -> None:
+def test_ranks_that_would_gather_other_tensors_at_the_same_position_fail(pair: Pair, plan: SendPlan) -> None:
     other = Rank1(pair, plan)
     ranks = pair.rank0()
     with pytest.raises(RankFailed):

@@ -72,7 +72,7 @@ def test_a_suspect_takes_the_first_worker_that_falls_idle_not_only_the_one_kept_
     assert pool.machine.core.groups["g"].reserved_worker is None
 
 
-def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_one_that_only_has_text() -> None:
+def test_a_worker_that_is_kept_for_a_trial_stays_so_next_to_one_that_only_has_text() -> None:
     pool, first, second = one_suspect_and_two_busy_workers()
     (task,) = texts(pool.submit(b"client1", 2, text("q", ["x"])))
     pool.finish(second)
@@ -241,7 +241,7 @@ def test_what_a_dead_process_said_last_does_not_bring_it_back() -> None:
     assert not pool.machine.core.groups["g"].workers
 
 
-def test_the_pool_is_down_when_the_last_worker_that_dialled_in_is_lost_after_all_places_retired() -> None:
+def test_the_pool_is_down_when_the_last_external_worker_is_lost_after_all_slots_retired() -> None:
     pool = Pool(config(workers=1))
     client = pool.client()
     other = pool.worker("other")

@@ -131,7 +131,7 @@ def test_of_shapes_that_tell_them_apart_tokens_and_rows_are_each_learnt(token: f
     slower=st.floats(0.3, 3.8),
     seed=st.integers(0, 1 << 32),
 )
-def test_batches_that_are_all_alike_are_foretold_whatever_makes_them_long(
+def test_batches_that_are_all_alike_are_predicted_for_any_cause_of_their_time(
     tokens: int, rows: int, slower: float, seed: int
 ) -> None:
     pace = learnt(lambda: (tokens, rows), lambda tokens, _: slower * tokens * TOKEN_S, Random(seed))

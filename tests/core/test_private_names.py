@@ -114,7 +114,7 @@ def test_every_name_of_sglang_that_is_used_is_in_the_table(path: Path) -> None:
         ("def f(tm):\n    return tm.is_generation", "scoring.py", []),
     ],
 )  # fmt: skip
-def test_a_name_that_the_table_lacks_is_found(source: str, file: str, found: list[str]) -> None:
+def test_a_name_that_is_missing_in_the_table_is_found(source: str, file: str, found: list[str]) -> None:
     assert unlisted(source, file) == found
 
 

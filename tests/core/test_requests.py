@@ -501,7 +501,7 @@ def test_a_silent_client_is_forgotten_with_all_it_asked_for() -> None:
 
 
 @pytest.mark.parametrize("what", ["hello", "status", "weights"])
-def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
+def test_every_message_of_a_client_counts_as_being_heard(what: str) -> None:
     pool = Pool()
     client = pool.client()
     pool.submit(client, 1, work())

@@ -89,7 +89,7 @@ def snapshot(path: Path) -> tuple[str, str]:
     return str(path), digest
 
 
-def test_an_engine_that_has_them_under_another_version_is_told_its_name_and_nobody_is_asked() -> None:
+def test_an_engine_that_has_them_under_another_version_is_told_its_name_and_no_publisher_is_asked() -> None:
     engine = FakeEngine(DIGEST)
     assert restored(engine, None, Restore(3, DIGEST)).code == ""
     assert engine.took == [(NewWeights(), 3, DIGEST)]

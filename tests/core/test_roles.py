@@ -62,7 +62,7 @@ def test_a_worker_s_message_becomes_an_event_for_workers_alone(role: Role, type_
     assert refused.value.code == "forbidden"
 
 
-def test_a_link_without_a_role_is_unauthorized_whatever_it_says() -> None:
+def test_a_link_without_a_role_is_unauthorized_for_every_message() -> None:
     for type_ in FROM_CLIENT:
         with pytest.raises(WireError) as refused:
             client_event(0, b"l", frames_of("client-coordinator", type_), 1 << 20, Peer())

@@ -77,7 +77,7 @@ class Reshapes(Derives):
 
 
 @pytest.mark.parametrize("kind", [Derives, DerivesElsewhere, KeepsWhatCame, Reshapes])
-def test_a_load_that_makes_tensors_of_the_model_anew_is_not_understood(kind: type[Derives]) -> None:
+def test_a_load_that_replaces_tensors_of_the_model_is_not_understood(kind: type[Derives]) -> None:
     model = kind()
     before, made, kept = state(model), model.w_kc.clone(), model.w_kc
     with pytest.raises(Unplannable):

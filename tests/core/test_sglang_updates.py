@@ -398,7 +398,9 @@ def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
 
 
 @pytest.mark.parametrize("lost", ["let go", "moved"])
-def test_what_is_not_ready_any_more_is_taken_unprepared(make: Callable[[int], Engine], tmp_path: Path, lost: str) -> None:
+def test_weights_that_are_no_longer_prepared_are_loaded_unprepared(
+    make: Callable[[int], Engine], tmp_path: Path, lost: str
+) -> None:
     engine, weights = make(2), Drawn(tmp_path, 1)
 
     async def story() -> None:

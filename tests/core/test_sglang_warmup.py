@@ -72,7 +72,7 @@ class Timed:
     [(0.0001, 1e-6, 25), (0.005, 2e-5, 41), (0.02, 4e-4, 186), (0.5, 0.01, 1000)],
     ids=["as quick as a GPU", "tiny", "small", "slow"],
 )
-def test_a_cpu_is_measured_in_a_few_seconds_whatever_its_pace(
+def test_a_cpu_of_any_pace_is_measured_in_a_few_seconds(
     small_s: float, token_s: float, wanted_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scoring: Any = Timed(lambda tokens: small_s + tokens * token_s)

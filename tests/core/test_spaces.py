@@ -71,7 +71,7 @@ def test_another_process_sees_what_was_laid_out(lender: IpcExporter) -> None:
     loan.end()
 
 
-def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_nobody_else(lender: IpcExporter) -> None:
+def test_open_memory_stays_when_its_owner_gives_it_back_and_cannot_be_opened_again(lender: IpcExporter) -> None:
     loan, digest, space = lend(lender)
     opened = open_space(space)
     loan.end()
@@ -202,7 +202,7 @@ def test_a_file_that_may_only_be_read_is_opened_without_being_pinned(monkeypatch
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_is_not_there_whole_is_not_made_there_by_whoever_opens_it(tmp_path: Path, there: bool) -> None:
+def test_memory_that_is_not_there_whole_is_not_made_by_opening_it(tmp_path: Path, there: bool) -> None:
     path = tmp_path / "snapshot"
     if there:
         path.write_bytes(bytes(4095))
@@ -212,7 +212,7 @@ def test_what_is_not_there_whole_is_not_made_there_by_whoever_opens_it(tmp_path:
     assert not there or path.stat().st_size == 4095
 
 
-def test_memory_that_cuda_does_not_pin_is_used_as_it_is_and_nobody_else_hears_of_the_error(
+def test_memory_that_cuda_does_not_pin_is_used_as_it_is_and_no_other_call_gets_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CUDA keeps the last error and reports it to the next kernel of any thread."""

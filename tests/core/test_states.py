@@ -59,7 +59,7 @@ def test_every_state_can_be_reached() -> None:
         assert found == set(table)
 
 
-def test_a_slot_starts_no_process_beside_another() -> None:
+def test_a_slot_starts_no_second_process() -> None:
     assert {state for state, after in SLOT_TRANSITIONS.items() if Slot.UP in after} == {Slot.BACKOFF}
 
 

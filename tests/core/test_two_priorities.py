@@ -35,13 +35,13 @@ def test_a_full_engine_computes_all_the_time(costs: Costs) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_beside_more_than_a_gpu_can_do_a_high_priority_waits_for_little(seed: int) -> None:
+def test_on_an_overloaded_gpu_a_high_priority_waits_for_little(seed: int) -> None:
     high, low = mixed(PLAIN, 15.0, seed)
     assert high.at(0.99) <= 4 * alone_s(PLAIN), "the benchmark's bound; forwards half as long as the pace were over it"
     assert low.in_time / 15.0 >= 0.4 * most(PLAIN)
 
 
-def test_where_a_forward_costs_much_whatever_it_holds_both_priorities_go_on() -> None:
+def test_where_every_forward_costs_much_both_priorities_go_on() -> None:
     high, low = mixed(PACKED, 6.0)
     assert high.at(0.99) <= 3 * alone_s(PACKED)
     assert low.in_time / 6.0 >= 0.1 * most(PACKED)

@@ -34,7 +34,7 @@ def test_a_scalar_and_an_empty_weight_are_read_too(shape: Sequence[int]) -> None
     assert reader.weight is not None and reader.weight.shape == tuple(shape)
 
 
-def test_weights_that_change_meanwhile_are_read_again_from_the_start_but_not_for_ever() -> None:
+def test_weights_that_change_meanwhile_are_read_again_from_the_start_but_not_without_end() -> None:
     reader = WeightReader()
     reader.take(*chunk(0, 5))
     reader.take(*chunk(5, 5, version=2))

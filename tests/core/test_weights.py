@@ -178,7 +178,7 @@ def test_one_publisher_at_a_time_and_the_second_hears_of_the_first() -> None:
     assert (failure.code, failure.limit) == ("publishing", trainer.link.ljust(16, b".").hex()[:8])
 
 
-def test_versions_only_grow_unless_somebody_begins_a_new_run() -> None:
+def test_versions_only_grow_unless_a_new_run_begins() -> None:
     pool, trainer, links = ready()
     committed(pool, trainer, 5, links)
     for version in (5, 4):
@@ -222,7 +222,7 @@ def test_the_id_of_a_live_request_names_no_transaction() -> None:
     assert not pool.machine.core.updates
 
 
-def test_nobody_hears_of_a_transaction_that_is_not_his() -> None:
+def test_a_client_hears_only_of_its_own_transaction() -> None:
     pool, trainer, _ = ready()
     assert refusal(trainer.renew(), 0).code == "update_aborted"
     assert codes(pool.do(ev.PublisherSaid(0, b"stranger", AbortUpdate(1)))) == ["hello_required"]
@@ -633,7 +633,7 @@ def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:
     assert pool.machine.core.groups["g"].trial is not None, "the suspects have their turn on the new weights"
 
 
-def test_a_drain_neither_waits_for_a_suspect_nor_runs_it_beside_others() -> None:
+def test_a_drain_neither_waits_for_a_suspect_nor_runs_it_with_others() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer)
     trainer.sent()
@@ -661,7 +661,7 @@ def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
     assert {results(pool.finish(batch, version=1)).popitem()[1].version for batch in list(pool.batches)} == {1}
 
 
-def test_an_abort_of_work_puts_back_at_once_and_suspects_nobody() -> None:
+def test_an_abort_of_work_puts_back_at_once_and_suspects_none() -> None:
     pool, _, _, sent = to_hold("abort")
     assert phases(sent) == ["hold", "load"]
     group = pool.machine.core.groups["g"]
@@ -802,7 +802,7 @@ def test_a_load_without_an_answer_ends_in_time() -> None:
     assert list(pool.machine.core.groups["g"].workers) == ["w0"]
 
 
-def test_work_that_never_leaves_an_engine_is_not_put_back_for_ever() -> None:
+def test_work_that_never_leaves_an_engine_is_not_put_back_without_end() -> None:
     """It hangs, and updates with a short drain would take it back before its worker is lost for it."""
     pool, trainer, links = ready(1)
     pool.submit(trainer.link, 50, work())
@@ -891,7 +891,7 @@ def test_a_direct_transfer_goes_on_while_its_publisher_is_heard() -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting(broken: bool) -> None:
+def test_a_publisher_that_gives_a_direct_transfer_up_delays_no_request(broken: bool) -> None:
     pool, trainer, _ = ready()
     to_transfer(pool, trainer, transfer="direct")
     trainer.commit()
@@ -1169,7 +1169,7 @@ def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> 
     assert len(pool.batches) == 1
 
 
-def test_who_is_ready_on_a_checkpoint_that_nobody_updated_hears_of_no_commit() -> None:
+def test_a_worker_that_is_ready_on_an_unchanged_checkpoint_hears_of_no_commit() -> None:
     """Its stager keeps what was committed, and nothing was."""
     pool, _, _ = ready(1)
     assert not of_type(pool.sent, Committed)
@@ -1408,7 +1408,7 @@ def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_who_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_holds(found: bool) -> None:
+def test_a_worker_that_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_holds(found: bool) -> None:
     """An operator goes back to weights from which a worker was being restored: its report of them may be out of date."""
     pool, trainer, links = ready(1)
     committed(pool, trainer, 1, links)
@@ -1494,7 +1494,7 @@ def test_a_weight_is_asked_of_one_worker_and_its_bytes_are_passed_on() -> None:
     assert (sent.message.dtype, sent.frames) == ("bfloat16", [b"12345678"])
 
 
-def test_a_chunk_of_a_weight_is_bounded_whatever_is_asked() -> None:
+def test_a_chunk_of_a_weight_is_always_bounded() -> None:
     pool, trainer, links = ready()
     for count, most in ((0, MAX_CHUNK), (2**62, MAX_CHUNK), (5, 5)):
         (asked,) = of_type(trainer.say(InspectWeights(7, what="tensor", name="w", offset=2**40, count=count)), Inspect)

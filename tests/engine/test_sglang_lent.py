@@ -48,7 +48,7 @@ def lent(subject: Subject) -> Iterator[Lending]:
     lending.end()
 
 
-def test_what_is_lent_is_looked_at_beside_forwards_and_taken(subject: Subject, reference: Reference, lent: Lending) -> None:
+def test_lent_memory_is_verified_during_forwards_and_loaded(subject: Subject, reference: Reference, lent: Lending) -> None:
     chance = random.Random(3)
     batches = [random_batch(chance, declared(subject.engine)) for _ in range(3)]
     before = subject.scores(*batches)
@@ -88,7 +88,7 @@ def test_an_engine_that_copied_out_of_memory_that_was_used_again_has_to_end(
         subject.load_weights(lent.weights, 1, lent.digest)
 
 
-def test_what_is_let_go_of_is_not_open_any_more(subject: Subject, lent: Lending) -> None:
+def test_released_memory_is_not_open(subject: Subject, lent: Lending) -> None:
     subject.engine.call("do", "verify", lent.weights)
     assert subject.prepare_load(lent.weights) > 0
     subject.engine.call("do", "release_buffers")

@@ -369,7 +369,7 @@ def test_work_that_arrives_while_a_forward_runs_is_taken_before_its_answer() -> 
     assert Patched(None, [[], ["too late"]]).event_loop_overlap() == []
 
 
-def test_the_scheduler_waits_for_nothing_beside_waiting_work_decoding_or_other_ranks() -> None:
+def test_the_scheduler_waits_for_nothing_while_it_has_work_decodes_or_has_other_ranks() -> None:
     waiting, decoding, ranks = (Patched(Forward(9), [[], ["later"]], **size) for size in ({}, {}, {"tp_size": 2}))
     waiting.waiting_queue.append("row")
     decoding.running_batch = SimpleNamespace(is_prefill_only=False, is_empty=lambda: False)
@@ -431,7 +431,7 @@ def test_a_ticket_is_accepted_outside_a_weight_update_and_other_loads_are_not() 
     assert ask(updater, "direct") == "refused", "a ticket that failed leaves no session behind"
 
 
-def test_a_ticket_leaves_a_session_of_somebody_else_as_it_was() -> None:
+def test_a_ticket_leaves_a_session_of_another_caller_as_it_was() -> None:
     patched = type("Patched", (Updater,), {"__module__": __name__})
     open_session_for_tickets(patched, "ours")
     updater = patched(Session("all"))

@@ -25,7 +25,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     return type("LogitsProcessor", (), {"__module__": module.__name__})
 
 
-def test_logits_are_gathered_by_nccl_whatever_sglang_asks_for(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_always_gathered_by_nccl(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gatherer, "__init__", Gatherer.__init__)
     module: Any = sys.modules[processor.__module__]
     module.triton_symm_mem_ag = SimpleNamespace(MultimemAllGatherer=Gatherer)

@@ -115,7 +115,7 @@ def test_memory_is_never_left_to_a_rule_that_gives_a_small_card_nothing() -> Non
     assert engine_kwargs(wanted(options={"mem_fraction_static": 0.3}), KNOWN)["mem_fraction_static"] == 0.3
 
 
-def test_settings_that_the_installed_version_lacks_are_left_out() -> None:
+def test_settings_that_the_installed_version_does_not_have_are_left_out() -> None:
     assert "grammar_backend" not in engine_kwargs(wanted(), KNOWN - {"grammar_backend"})
 
 
@@ -189,7 +189,7 @@ def test_packing_on_a_cpu_is_refused_with_the_reason() -> None:
         wanted("cpu", packed=True)
 
 
-def test_an_sglang_without_multi_item_scoring_is_refused_by_the_setting_that_it_lacks() -> None:
+def test_an_sglang_without_multi_item_scoring_is_refused_by_the_missing_setting() -> None:
     with pytest.raises(SettingsError, match="cannot score packed: it has no setting enable_mis"):
         engine_kwargs(wanted(packed=True), PACKED_KNOWN - {"enable_mis"})
 
@@ -291,7 +291,7 @@ def admitted(lengths: list[int], page: int, prefill: int, kv: int, slots: int) -
 
 
 @given(st.data())
-def test_whatever_fits_the_budgets_is_admitted_to_one_forward(data: st.DataObject) -> None:
+def test_all_batches_within_the_budgets_are_admitted_to_one_forward(data: st.DataObject) -> None:
     """Everything that may be in flight at once, waiting together, with the slots of as much again still held."""
     draw = data.draw
     page = draw(st.sampled_from([1, 16, 64]))

@@ -200,7 +200,7 @@ def test_the_real_engine_without_its_packages_names_what_to_install(monkeypatch:
 
 
 @pytest.mark.skipif(examination.find_spec("sglang") is None, reason="needs the sglang package: make setup")
-def test_an_option_that_the_installed_sglang_lacks_is_found_before_a_worker_starts(tmp_path: Path) -> None:
+def test_an_option_that_the_installed_sglang_does_not_have_is_found_before_a_worker_starts(tmp_path: Path) -> None:
     config = tmp_path / "pool.toml"
     config.write_text('[groups.a]\nmodel = "some/model"\noptions = { tp_size = 2, mem_fraction = 0.5 }\n')
     code, _, err = call("serve", "--config", config, "--check")

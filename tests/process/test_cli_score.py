@@ -285,7 +285,7 @@ def test_a_resumed_run_does_not_mix_weight_versions(pool: StandIn, files: tuple[
     assert f"{target}: answers of several weight versions: 4 of weight version 3, 6 of weight version 4\n" in err
 
 
-def test_a_finished_file_is_finished_whatever_the_weights_are_now(pool: StandIn, files: tuple[Path, Path]) -> None:
+def test_a_finished_file_is_finished_with_any_weights(pool: StandIn, files: tuple[Path, Path]) -> None:
     source, target = files
     assert call("score", source, target)[0] == 0
     pool.version = 4

@@ -33,7 +33,7 @@ def through_a_pipe(pieces: list[bytes], readers: int) -> list[tuple[int, int, by
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_lines_are_whole_in_whatever_pieces_they_come(readers: int) -> None:
+def test_lines_are_whole_in_pieces_of_any_size(readers: int) -> None:
     chance = random.Random(1)
     text = b"".join(bytes([97 + i % 26]) * (i % 17) + b"\n" for i in range(200)) + b"no end"
     cuts = sorted(chance.sample(range(len(text)), 60))

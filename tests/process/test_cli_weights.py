@@ -119,7 +119,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(address: str, tmp_pat
     assert "unknown names: other" in err
 
 
-def test_of_a_checkpoint_that_lacks_a_tensor_nothing_is_said_that_this_command_cannot_do(address: str, tmp_path: Path) -> None:
+def test_an_error_on_a_checkpoint_without_a_tensor_suggests_nothing_that_this_command_cannot_do(
+    address: str, tmp_path: Path
+) -> None:
     save_file({"norm": np.ones(SHAPES["norm"], np.float32)}, tmp_path / "model.safetensors")
     code, _, err = call("weights", "publish", tmp_path, "--version", 2000, "--connect", address)
     assert code == 1
@@ -127,7 +129,7 @@ def test_of_a_checkpoint_that_lacks_a_tensor_nothing_is_said_that_this_command_c
 
 
 @pytest.mark.parametrize("arguments", [["digest"], ["validate"], ["get", "norm"]])
-def test_of_engines_that_nobody_could_ask_nothing_is_said_to_be_well(
+def test_engines_that_could_not_be_asked_are_not_reported_as_valid(
     processes: Processes, tmp_path: Path, arguments: list[str]
 ) -> None:
     loading = sim_pool(tmp_path, options={"tensors": [["norm", "float32", [4]]], "load_s": 1000.0})

@@ -304,7 +304,7 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
         assert [int(into[0]) for into in targets] == [1, 2, 3]
 
 
-def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_sends_invalid_messages_or_none_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_messages, "HELLO_S", 1.5)  # for the one that says nothing, and for the taker too
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
@@ -354,7 +354,7 @@ def test_no_word_waits_for_an_answer_to_the_one_before() -> None:
         assert [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends] == [1, 1]
 
 
-def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
+def test_memory_that_replaced_other_memory_is_copied() -> None:
     with pair() as (origin, taker):
         into = filled(256, 0)
         for value in (1, 2):
@@ -365,7 +365,7 @@ def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
             assert int(into[0]) == value
 
 
-def test_when_a_group_is_left_nothing_is_copied_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_after_a_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     opening, may = threading.Event(), threading.Event()
 
     def slow(space: MemoryRegion, **options: Any) -> Any:
@@ -426,7 +426,7 @@ def test_a_receiver_whose_rank_0_gives_up_hears_of_it(rendezvous: Rendezvous, co
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_group_that_nobody_else_joins_is_given_up_in_time(
+def test_a_group_that_no_other_rank_joins_is_given_up_in_time(
     rendezvous: Rendezvous, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_probe, "PROBES_S", 0.5)
@@ -438,9 +438,7 @@ def test_a_group_that_nobody_else_joins_is_given_up_in_time(
         assert one.hear() == 0
 
 
-def test_a_group_that_forms_when_nobody_waits_for_it_any_more_is_left(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_forms_after_its_waiters_left_is_left(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     may, left = threading.Event(), threading.Event()
 
     class Late(TorchGroup):

@@ -9,7 +9,7 @@ from tests.process.daemons import Daemon
 from tests.process.processes import Processes
 
 
-def test_a_coordinator_stays_under_its_total_whatever_its_clients_ask_for(processes: Processes, tmp_path: Path) -> None:
+def test_a_coordinator_stays_under_its_total_for_any_requests(processes: Processes, tmp_path: Path) -> None:
     daemon = Daemon(processes, pool_of(tmp_path)).listening()
 
     async def scene() -> None:

@@ -58,7 +58,7 @@ class Served:
 
 
 @pytest.mark.parametrize("left", ["workers", "clients"])
-def test_a_clock_set_back_with_the_journal_lost_stops_nobody(processes: Processes, tmp_path: Path, left: str) -> None:
+def test_a_clock_set_back_with_the_journal_lost_stops_no_peer(processes: Processes, tmp_path: Path, left: str) -> None:
     served = Served(processes, tmp_path, workers=2)
 
     async def main() -> None:

@@ -213,7 +213,7 @@ asyncio.run(main())
 """
 
 
-def test_a_client_that_is_cut_off_harms_nobody_and_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
+def test_a_client_that_is_cut_off_harms_no_other_and_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options=COSTS, client_silence_s=3.0)
     daemon = Daemon(processes, config).listening()
 
@@ -372,7 +372,7 @@ def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_tr
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes, tmp_path: Path) -> None:
+def test_a_coordinator_whose_log_is_not_read_still_drains(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1)
     process = processes.start(
         [sys.executable, "-m", "enginepool.coordinator.shell.daemon"],

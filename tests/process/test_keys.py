@@ -90,7 +90,7 @@ def test_at_the_client_endpoint_each_role_says_what_it_may(pool: Daemon, role: s
 
 @pytest.mark.parametrize("role", FIRST)
 @pytest.mark.parametrize("type_", FROM_WORKER)
-def test_at_the_worker_endpoint_nobody_else_is_heard(pool: Daemon, role: str, type_: str) -> None:
+def test_the_worker_endpoint_hears_no_other_role(pool: Daemon, role: str, type_: str) -> None:
     with raw(pool.workers, **curve(pool, role)) as link:
         link.socket.send_multipart(vector("worker-coordinator", type_))
         answer = link.wait_for("error", "pong")

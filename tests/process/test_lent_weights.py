@@ -149,7 +149,7 @@ def test_a_worker_that_is_lost_before_the_load_aborts(play: Play) -> None:
     play(scene)
 
 
-def test_weights_that_nobody_keeps_are_asked_of_their_publisher(processes: Processes, tmp_path: Path) -> None:
+def test_weights_that_no_process_keeps_are_asked_of_their_publisher(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=2, options=COSTS, **TIMES)
 
     async def main() -> None:

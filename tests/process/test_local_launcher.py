@@ -92,7 +92,7 @@ def test_a_worker_that_still_runs_is_taken_up(scene: Scene, capfd: pytest.Captur
 
 
 @pytest.mark.parametrize("other", ["process", "host"])
-def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(
+def test_a_process_that_got_the_id_of_a_dead_worker_is_left_alone(
     scene: Scene, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """After a reboot, or in a container that was started again, the same numbers are given to others."""
@@ -152,7 +152,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
     assert asyncio.run(story()) == seen
 
 
-def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_whose_slot_was_removed_is_ended(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
     config = msgspec.structs.replace(scene.config.groups["g"], gpus=["0"])
     scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
     worker = scene.stranger()

@@ -768,7 +768,7 @@ def test_a_set_version_changes_the_version_alone_and_questions_are_answered(plac
     asyncio.run(story())
 
 
-def test_a_stager_ends_when_nobody_needs_it_and_at_once_with_its_owner(processes: Processes, tmp_path: Path) -> None:
+def test_a_stager_ends_when_it_is_not_needed_and_at_once_with_its_owner(processes: Processes, tmp_path: Path) -> None:
     place = Place(processes, tmp_path, orphan_s=0.5)
     assert place.process.wait(PATIENCE_S) == 0
     assert place.process.stderr is not None and "neither an owner nor a worker" in place.process.stderr.read()
@@ -864,7 +864,7 @@ def test_sigterm_ends_a_stager_and_its_socket(place: Place) -> None:
     assert not psutil.pid_exists(place.process.pid)
 
 
-def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
+def test_a_receiver_that_fails_unexpectedly_says_so_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:

@@ -104,7 +104,7 @@ def test_workers_come_back_on_the_committed_weights_also_after_the_whole_pool_wa
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
-def test_weights_that_are_held_nowhere_any_more_are_asked_of_whoever_publishes(processes: Processes, tmp_path: Path) -> None:
+def test_lost_weights_are_asked_of_publishers(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot="none", **TIMES)
 
     async def main() -> None:

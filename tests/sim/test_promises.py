@@ -77,7 +77,7 @@ def wait_of_a_low_one(ageing_s: float | None, load: float, in_flight: int, fifo:
 @pytest.mark.parametrize("fifo", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2, 6])
 @pytest.mark.parametrize("load", [0.9, 1.2])
-def test_with_ageing_nothing_waits_for_ever(load: float, in_flight: int, fifo: bool) -> None:
+def test_with_ageing_nothing_waits_without_end(load: float, in_flight: int, fifo: bool) -> None:
     """Twenty levels of priority weigh as much as twenty seconds; overload adds what has piled up in them, and no more."""
     assert wait_of_a_low_one(1.0, load, in_flight, fifo) < 20.0 + 20.0 * max(0.0, load - 1) + 10.0
 

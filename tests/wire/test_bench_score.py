@@ -106,7 +106,7 @@ def test_requests_are_the_same_in_every_process_and_differ_from_each_other() -> 
     assert SHAPE.request(8).items.tolist() != mine.items.tolist()
 
 
-def test_open_loads_ask_at_the_same_moments_whoever_is_asked() -> None:
+def test_open_loads_ask_every_contestant_at_the_same_moments() -> None:
     command = Open(SHAPE, seconds=100.0, rate=20.0, high=5, high_share=0.25)
     first, second = arrivals(command), arrivals(msgspec.structs.replace(command, shape=msgspec.structs.replace(SHAPE, vocab=9)))
     assert first == second

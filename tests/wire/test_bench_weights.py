@@ -106,7 +106,7 @@ def test_load_while_updates_follow_each_other_is_held_against_load_before_them()
     assert rows["x: answers of a wrong version"].value == 0
 
 
-def test_scoring_beside_bytes_is_held_against_times_without_them() -> None:
+def test_scoring_during_a_transfer_is_compared_with_times_without_it() -> None:
     answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.1, 1.2, 1.3, 1.4, 2.2, 2.4, 3.2, 3.3, 3.4, 3.5)]
     continuous = Continuous((2.0, 2.5), ((1.0, 1.4), (3.1, 3.5)), 25)
     rows = {row.what: row for row in continuous_rows("x", answers, continuous, 150.0, 300.0)}

@@ -99,7 +99,7 @@ def test_a_child_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> No
     child.stop()
 
 
-def test_a_peer_that_is_not_installed_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_named_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(_name: str) -> None:
         return None
 

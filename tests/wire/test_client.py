@@ -428,7 +428,7 @@ def test_cancelling_the_awaiting_task_takes_the_request_back(coordinator: FakeCo
     run(main())
 
 
-def test_a_timeout_ends_the_call_also_when_nobody_answers(coordinator: FakeCoordinator, run: Callable[..., None]):
+def test_a_timeout_ends_the_call_also_without_an_answer(coordinator: FakeCoordinator, run: Callable[..., None]):
     coordinator.rule = lambda message, frames: None
 
     async def main() -> None:
@@ -493,7 +493,7 @@ def test_what_was_not_answered_is_answered_by_the_coordinators_successor(
 
 
 @pytest.mark.parametrize("address", ["ipc:///nonexistent/pool.sock", "tcp://127.0.0.1:1", "ipc://@"])
-def test_connecting_to_nobody_fails_in_time_and_names_the_address(run: Callable[..., None], address: str):
+def test_connecting_without_a_coordinator_fails_in_time_and_names_the_address(run: Callable[..., None], address: str):
     async def main() -> None:
         with pytest.raises(errors.ConnectError) as caught:
             await Pool.connect(address, connect_timeout=0.2)
@@ -534,12 +534,12 @@ def test_an_address_that_is_none_is_refused_at_once_with_what_one_looks_like(add
         assert isinstance(caught.value, ValueError)
 
 
-def test_an_address_that_lacks_its_transport_is_refused_with_the_whole_of_it():
+def test_an_address_without_its_transport_is_refused_with_the_whole_of_it():
     with pytest.raises(errors.BadRequest, match=r"^address: '127.0.0.1:5791'; write tcp://127.0.0.1:5791$"):
         Pool.connect("127.0.0.1:5791")
 
 
-def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Callable[..., None]):
+def test_a_socket_that_cannot_be_opened_does_not_delay_close(run: Callable[..., None]):
     async def main() -> None:
         address: Any = 5
         link = ClientLink(address, lambda _message, _frames: None, lambda _line: None)
@@ -550,7 +550,7 @@ def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Cal
     run(main())
 
 
-def test_a_coordinator_that_does_not_answer_is_nobody(tmp_path: Path, run: Callable[..., None]):
+def test_a_coordinator_that_does_not_answer_counts_as_absent(tmp_path: Path, run: Callable[..., None]):
     async def main() -> None:
         with FakeCoordinator(f"ipc://{tmp_path}/c.sock", silent=True) as fake:
             opening = asyncio.ensure_future(Pool.connect(fake.address, connect_timeout=2.0))
@@ -696,7 +696,7 @@ def test_ready_ends_at_its_timeout_and_says_what_is_missing(coordinator: FakeCoo
     run(main())
 
 
-def test_ready_waits_for_a_worker_with_the_committed_weights_but_not_for_weights_that_nobody_has(
+def test_ready_waits_for_a_worker_with_the_committed_weights_but_not_for_lost_weights(
     coordinator: FakeCoordinator, run: Callable[..., None]
 ):
     coordinator.groups = [GroupStatus("g", workers=[worker("restoring")])]

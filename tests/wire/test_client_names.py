@@ -13,7 +13,7 @@ from enginepool.client.dns import follow_name
 
 
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
-def test_a_name_that_nobody_knows_is_said_when_nobody_answers(loop: Any) -> None:
+def test_an_unknown_name_is_reported_when_no_coordinator_answers(loop: Any) -> None:
     async def main() -> None:
         with pytest.raises(errors.ConnectError) as caught:
             await Pool.connect("tcp://nowhere.invalid:5555", connect_timeout=0.5)

@@ -140,7 +140,7 @@ def test_many_requests_in_flight_are_each_answered_once(client: PlainClient) -> 
 
 
 @pytest.mark.parametrize("vector", REFUSED, ids=lambda v: v["name"])
-def test_an_invalid_vector_is_answered_with_its_code_and_field_and_harms_nobody(
+def test_an_invalid_vector_is_answered_with_its_code_and_field_and_harms_no_other_client(
     vector: dict[str, Any], client: PlainClient
 ) -> None:
     client.socket.send_multipart(frames_of(vector))
@@ -208,7 +208,7 @@ def test_the_highest_incarnation_of_a_client_wins_and_its_secret_proves_it(clien
     second.goodbye()
 
 
-def test_whatever_a_link_without_hello_says_of_requests_is_answered_hello_required_under_its_id(
+def test_every_request_of_a_link_without_hello_is_answered_hello_required_under_its_id(
     client: PlainClient, context: Context
 ) -> None:
     stranger = PlainClient(context, client.address)

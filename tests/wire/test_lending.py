@@ -46,7 +46,7 @@ def test_a_trainer_that_does_not_await_lends_too_and_keeps_its_memory_if_it_like
     assert lent_here() <= before
 
 
-def test_an_update_that_is_given_up_lends_nothing_any_more(updates: FakeUpdates) -> None:
+def test_an_update_that_is_given_up_stops_lending(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         before, gate = lent_here(), Gate()
         handle = await publisher.start(gate, 1, manifest=gate.manifest, transfer="ipc")

@@ -531,7 +531,7 @@ def test_an_error_of_the_source_reaches_the_caller_as_it_is(updates: FakeUpdates
 
 @pytest.mark.parametrize("raised", [SystemExit("enough"), StopIteration()])
 @pytest.mark.parametrize("place", ["rename", "source", "in the middle"])
-def test_whatever_the_callers_code_raises_ends_the_update(updates: FakeUpdates, raised: BaseException, place: str) -> None:
+def test_any_exception_of_the_callers_code_ends_the_update(updates: FakeUpdates, raised: BaseException, place: str) -> None:
     """Also what is no Exception, and what no asyncio future carries: `next` of nothing in a hook is one of these."""
 
     def rename(name: str, tensor: torch.Tensor) -> str:
