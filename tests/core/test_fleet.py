@@ -22,6 +22,7 @@ from enginepool.protocol.messages import (
     FrameSpec,
     Idle,
     Ping,
+    Prepared,
     Ready,
     Register,
     Stage,
@@ -573,6 +574,13 @@ def test_a_worker_with_a_very_long_name_is_not_registered(field: str) -> None:
     event = worker_event(0, b"w", [encode_header(register)])
     assert isinstance(event, ev.WorkerBroken) and f"{field}: expected at most 4096 bytes" in event.reason
     assert codes(pool.do(event)) == ["hello_required"]
+
+
+@pytest.mark.parametrize("ranks", [-1, 2**64 - 1])
+def test_an_impossible_number_of_ranks_is_an_invalid_message(ranks: int) -> None:
+    """The size of the process group, which has the ranks of all members, could not be sent."""
+    event = worker_event(0, b"w", [encode_header(Prepared((1, 1), "peer", ranks))])
+    assert isinstance(event, ev.WorkerBroken) and f"ranks: {ranks} is outside 0..65536" in event.reason
 
 
 @pytest.mark.parametrize("forwards", [-1, 2**64 - 1])

@@ -20,6 +20,9 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
 from enginepool.protocol.roles import FROM_CLIENT
 
+#: ranks of one worker; their sum over all members is sent to each
+_MAX_RANKS = 65_536
+
 _from_client = msgspec.msgpack.Decoder(m.FromClient)
 _from_worker = msgspec.msgpack.Decoder(m.FromWorker)
 
@@ -204,14 +207,21 @@ def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> 
     return ev.WorkerSaid(now, link, ready)
 
 
+def _prepared(now: float, link: Link, prepared: m.Prepared, frames: Sequence[Buffer]) -> ev.Event:
+    if not 0 <= prepared.ranks <= _MAX_RANKS:
+        raise WireError("malformed", f"ranks: {prepared.ranks} is outside 0..{_MAX_RANKS}", field="ranks")
+    return ev.WorkerSaid(now, link, prepared)
+
+
 #: messages without frames and with nothing to check
 _SAID = (
-    m.Stage, m.Idle, m.Exiting, m.ErrorReply, m.Prepared, m.Joined, m.Staged, m.WeightsLoaded, m.Restored, m.Commanded,
+    m.Stage, m.Idle, m.Exiting, m.ErrorReply, m.Joined, m.Staged, m.WeightsLoaded, m.Restored, m.Commanded,
 )  # fmt: skip
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
     m.GetSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
     m.Ready: _ready,
+    m.Prepared: _prepared,
     m.Done: _done,
     m.Tokenized: _tokenized,
     **dict.fromkeys(_SAID, _worker_said),
