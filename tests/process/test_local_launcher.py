@@ -336,6 +336,25 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
     assert list((tmp_path / "stagers").glob("*.json")) == []
 
 
+def test_stagers_that_have_ended_in_time_do_not_end_those_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit of external workers goes on in its directory when the settings of its group have changed."""
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.FINISH_S", 0)
+
+    async def story() -> bool:
+        stagers, record, gone = Stagers(tmp_path, None, PATIENCE_S), tmp_path / "stagers" / "g.0.json", asyncio.Event()
+
+        def follow() -> None:
+            record.write_text("of the next one")
+            gone.set()
+
+        stagers.finish(follow)
+        await gone.wait()
+        await asyncio.sleep(0)  # what is due happens
+        return record.exists()
+
+    assert asyncio.run(story())
+
+
 @pytest.mark.usefixtures("full")
 def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from asyncio import get_running_loop
+from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class Stagers:
         self._ended = False
         #: called when all of them have ended
         self._finished: Callable[[], None] | None = None
+        #: ends those that take too long for that
+        self._too_late: TimerHandle | None = None
         self._directory.mkdir(exist_ok=True)
 
     def ensure(self, slot: str, environment: Mapping[str, str], *, device: str, gpus: int) -> str:
@@ -112,12 +114,14 @@ class Stagers:
             if stager.process is not None:
                 stager.process.send(signal.SIGTERM)
                 stager.process.send(signal.SIGCONT)  # a stopped process does not get SIGTERM
-        get_running_loop().call_later(FINISH_S, self.end)
+        self._too_late = get_running_loop().call_later(FINISH_S, self.end)
         get_running_loop().call_soon(self._check_finished)
 
     def _check_finished(self) -> None:
         if self._finished is not None and not any(stager.process for stager in self._stagers.values()):
             finished, self._finished = self._finished, None
+            if self._too_late is not None:
+                self._too_late.cancel()  # other stagers may run in this directory by then
             finished()
 
     # --- one of them ----------------------------------------------------------------------------------------------------
