@@ -81,6 +81,26 @@ def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:
     assert os.listdir(other.parent) == ["g-1"]
 
 
+def test_two_stagers_with_the_same_pid_copy_a_snapshot_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two containers, say: neither writes to the other one's file, of which the pid is a part."""
+    saved(tmp_path / "g-1")
+    fd, target, flush, seen = os.open(tmp_path / "g-1", os.O_RDONLY), tmp_path / "there", os.fsync, list[bool]()
+
+    def copy_meanwhile(copy: int) -> None:
+        monkeypatch.setattr(os, "fsync", flush)
+        copy_snapshot(fd, str(target))
+        seen.append(os.path.samestat(os.fstat(copy), os.stat(target)))
+
+    monkeypatch.setattr(os, "fsync", copy_meanwhile)
+    copy_snapshot(fd, str(target))
+    os.close(fd)
+    assert seen == [False]
+    assert target.read_bytes() == (tmp_path / "g-1").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["g-1", "there"]
+
+
 def test_a_footer_that_the_system_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:100], at))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]

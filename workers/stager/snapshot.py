@@ -9,6 +9,7 @@ enter it nor put another folder in its place.
 import contextlib
 import glob
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -149,10 +150,11 @@ def _group(path: str) -> tuple[str, int]:
 def copy_snapshot(fd: int, path: str) -> None:
     """Copy the complete file `fd` to `path`, on any file system, and flush it to the disk. Raises OSError.
 
-    It is written under another name first. Another stager of this host may do the same at the same time: either file is whole.
+    It is written under another name first. Another stager may do the same at the same time, in another container perhaps, with
+    the same pid: either file is whole.
     """
-    part = f"{path}.{os.getpid()}"
-    copy = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    part = f"{path}.{secrets.randbits(32)}.{os.getpid()}"
+    copy = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         size, at = os.fstat(fd).st_size, 0
         while at < size:
