@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_plan import LoadPlan, digest_of_tensor
 from enginepool.workers.sglang.weights.load_watch import Unplannable
 
 torch: Any = importlib.import_module("torch")
@@ -102,6 +102,12 @@ def test_a_tensor_is_read_back_as_far_as_the_model_holds_it() -> None:
     tensor, here = plan.read("row", (6, 10), torch.bfloat16)
     assert torch.equal(here, torch.arange(10).expand(6, 10) >= 5)
     assert torch.equal(tensor[:, 5:], tensors["row"][:, 5:]) and not tensor[:, :5].any()
+
+
+@pytest.mark.parametrize("size", [1, 200, 999])
+def test_a_digest_does_not_depend_on_where_a_tensor_lies(size: int) -> None:
+    tensor = torch.arange(1000, dtype=torch.bfloat16)[1 : 1 + size]
+    assert digest_of_tensor(tensor, 256).text() == digest_of_tensor(tensor.clone(), 256).text()
 
 
 def adds(model: Any, name: str, tensor: Any) -> None:

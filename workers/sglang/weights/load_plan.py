@@ -225,6 +225,8 @@ def _put_back(model: Any, before: dict[tuple[int, str], tuple[dict[str, Any], An
 def digest_of_tensor(tensor: Any, at: int = 0) -> Digest:
     """The digest of a tensor's bytes, as if they lay in a space from byte `at` on, with zeros behind them."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()  # the digest is that of words
     whole = data.numel() // ALIGNMENT * ALIGNMENT
     digest = Digest()
     if whole:
