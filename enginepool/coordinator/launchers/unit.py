@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -191,6 +192,7 @@ class Unit:
         """Let begun work finish and end all; a second time: end all now."""
         if self._stopping:
             log("asked again to end: ending now")
+            self._result = result
             self._kill()
             return
         log(f"draining for at most {self._settings.drain_s:g} s: {reason}")
@@ -255,26 +257,37 @@ async def serve(unit: UnitConfig) -> int:
         SettingsRefused: by the coordinator, at the start.
         ConfigError: the workers cannot run on this host, or the directory is in use.
     """
-    loop = asyncio.get_running_loop()
-    asking = loop.create_task(settings_of(unit))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asking.cancel)
-    try:
-        settings = await asking
-    except asyncio.CancelledError:
+    settings = await _settings_or_end(unit)
+    if settings is None:
         return 0
     directory = _directory(unit, settings.group)
     lifeline, held = os.pipe()
     with _lock(directory):
         try:
-            while True:
+            while settings is not None:
                 running = Unit(unit, settings, directory, lifeline, LocalLauncher)
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    loop.add_signal_handler(number, running.stop, signal.Signals(number).name)
+                _on_end(running.stop)
                 code = await running.run()
                 if code is not None:
                     return code
-                settings = await settings_of(unit)
+                settings = await _settings_or_end(unit)
+            return 0
         finally:
             os.close(held)
             os.close(lifeline)
+
+
+async def _settings_or_end(unit: UnitConfig) -> WorkerSettings | None:
+    """As `settings_of`; None: SIGTERM or SIGINT arrived first."""
+    asking = asyncio.create_task(settings_of(unit))
+    _on_end(lambda _: asking.cancel())
+    try:
+        return await asking
+    except asyncio.CancelledError:
+        return None
+
+
+def _on_end(call: Callable[[str], object]) -> None:
+    """Call this at SIGTERM or SIGINT, with the name of the signal, in place of what was called before."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, call, number.name)
