@@ -26,6 +26,7 @@ from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
+from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import pair_rows
@@ -119,7 +120,8 @@ class SglangEngine:
 
     def _build(self) -> Any:
         """On the host's thread: the `sglang.Engine`."""
-        self._prepared = prepare(self._settings)
+        with no_garbage_collection():
+            self._prepared = prepare(self._settings)
         if self._host is None or self._host.stopping:
             raise EngineDied("closed before it was started")
         return self._prepared.build()
