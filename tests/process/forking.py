@@ -11,8 +11,10 @@ What is forked runs the same code as what is started, with the same environment,
 """
 
 import array
+import asyncio
 import ctypes
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -21,7 +23,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
+from contextlib import ExitStack, chdir, suppress
+from dataclasses import dataclass
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
@@ -31,6 +35,12 @@ from enginepool.host.child_process import ChildProcess
 from tests.process.commands import ROOT
 from tests.process.daemons import Daemon
 
+#: the module that a coordinator's process runs
+COORDINATOR = "enginepool.coordinator.shell.daemon"
+#: as `subprocess.Popen` takes a standard stream
+Stream = int | IO[Any] | None
+#: descriptors of a process that was just forked are lower
+_HIGH = 200
 #: as sys/prctl.h has it
 _PR_SET_CHILD_SUBREAPER = 36
 #: bytes of the longest request to a template
@@ -76,19 +86,50 @@ class ForkedDaemon(Daemon):
 
     def _launch(self, environment: Mapping[str, str], stderr: int, within: Sequence[str]) -> Any:
         assert not within, "a process that is forked runs within no other program"
-        process = server(self.preloaded).Process(target=_coordinate, args=(dict(environment), os.getcwd(), _Descriptor(stderr)))
-        process.start()
-        return self._processes.keep(ForkedProcess(process))
+        nothing = subprocess.DEVNULL
+        command = [sys.executable, "-m", COORDINATOR]
+        return self._processes.keep(
+            ForkedProcess(command, self.preloaded, env=environment, stdin=nothing, stdout=nothing, stderr=stderr)
+        )
 
 
 class ForkedProcess:
-    """A process of `multiprocessing` with the methods of `subprocess.Popen` that tests use."""
+    """A forked process in place of a `subprocess.Popen` of Python. Those options and methods are there that tests use.
 
-    stdin = stdout = stderr = None
+    Processes that a coordinator starts are forked, too.
+    """
 
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.pid: int = process.pid
+    def __init__(
+        self,
+        command: Sequence[str],
+        preloaded: str = "tests.process.preloaded",
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        text: bool = False,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+        preexec_fn: Callable[[], None] | None = None,
+    ) -> None:
+        assert command[0] == sys.executable and command[1] in ("-m", "-c")
+        with ExitStack() as theirs:
+            streams = [_stream(given, number, text, theirs) for number, given in enumerate((stdin, stdout, stderr))]
+            program = _Program(
+                list(command[1:]),
+                dict(os.environ if env is None else env),
+                os.fspath(cwd or os.getcwd()),
+                {number: _Descriptor(other) for number, (_, other) in enumerate(streams)}
+                | {number: _Descriptor(number) for number in pass_fds},
+                start_new_session,
+                preexec_fn,
+            )
+            self._process = server(preloaded).Process(target=program.run)
+            self._process.start()
+        self.stdin, self.stdout, self.stderr = (ours for ours, _ in streams)
+        self.pid: int = self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -111,6 +152,20 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+def _stream(given: Stream, number: int, text: bool, theirs: ExitStack) -> tuple[Any, int]:
+    """Of a standard stream: our end of a pipe, or None, and the descriptor that the process gets a copy of."""
+    if given == subprocess.PIPE:
+        read, write = os.pipe()
+        ours, other, mode = (write, read, "w") if number == 0 else (read, write, "r")
+        theirs.callback(os.close, other)
+        return (open(ours, mode) if text else open(ours, f"{mode}b")), other
+    if given == subprocess.DEVNULL:
+        return None, theirs.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+    if given is None:
+        return None, number
+    return None, given if isinstance(given, int) else given.fileno()
+
+
 class _Descriptor:
     """A descriptor that another process gets a copy of."""
 
@@ -125,10 +180,41 @@ def _detached(copy: Any) -> int:
     return copy.detach()
 
 
-def _coordinate(environment: dict[str, str], folder: str, stderr: int) -> NoReturn:
-    """A coordinator's process, as `python -m enginepool.coordinator.shell.daemon` makes it."""
-    become(environment, folder, log=stderr)
-    os.close(stderr)
+@dataclass(frozen=True)
+class _Program:
+    """What a process that was forked becomes: Python with these arguments."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    #: by the numbers that they have in the process
+    descriptors: dict[int, Any]
+    leads_session: bool
+    prepare: Callable[[], None] | None
+
+    def run(self) -> NoReturn:
+        if self.leads_session:
+            os.setsid()
+        # None has a number that another one is to have.
+        copies = {number: fcntl(copy, F_DUPFD_CLOEXEC, _HIGH) for number, copy in self.descriptors.items()}
+        for copy in self.descriptors.values():
+            os.close(copy)
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        become(self.environment, self.folder)
+        sys.stdin = os.fdopen(0, closefd=False)
+        if self.prepare is not None:
+            self.prepare()
+        option, what, *arguments = self.arguments
+        if what == COORDINATOR:
+            _fork_what_a_coordinator_starts()
+        sys.argv = [option, *arguments]
+        _run(option, what)
+
+
+def _fork_what_a_coordinator_starts() -> None:
+    """In this process, which has no threads yet."""
     template = Template()
 
     class Adopted:
@@ -150,7 +236,6 @@ def _coordinate(environment: dict[str, str], folder: str, stderr: int) -> NoRetu
 
     patched: Any = ChildProcess
     patched.start = start
-    _run("enginepool.coordinator.shell.daemon")
 
 
 class Template:
@@ -213,7 +298,7 @@ def _work(
         os.dup2(lifeline, number)
     become(environment, folder, log)
     fork_what_sglang_spawns()
-    _run(module)
+    _run("-m", module)
 
 
 def become(environment: Mapping[str, str], folder: str = "", log: int | None = None) -> None:
@@ -229,14 +314,24 @@ def become(environment: Mapping[str, str], folder: str = "", log: int | None = N
         os.dup2(log, 2)
 
 
-def _run(module: str) -> NoReturn:
-    """Run a module's `main`, and end as its program does."""
+def _run(option: str, what: str) -> NoReturn:
+    """Run a module's `main` or a piece of code, and end as its program does."""
     code: Any = 1
     try:
-        code = importlib.import_module(module).main()
+        if option == "-c":
+            exec(what, {"__name__": "__main__"})
+            code = 0
+        else:
+            ended: Any = importlib.import_module(what).main()
+            code = asyncio.run(ended) if inspect.iscoroutine(ended) else ended
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+            code = 1
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
         os._exit(code or 0)

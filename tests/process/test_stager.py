@@ -62,6 +62,7 @@ from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
 from enginepool.workers.weights.executor import WeightExecutor
 from enginepool.workers.weights.machine import WorkerUpdates
+from tests.process.forking import ForkedProcess
 from tests.process.processes import Processes
 
 torch: Any = importlib.import_module("torch")
@@ -257,12 +258,14 @@ class Place:
         """Returns once it listens; or has, and has ended since."""
         Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
-        self.process = self.processes.start(
-            [sys.executable, *self.command],
-            env=environment,
-            pass_fds=() if self.lifeline is None else (self.lifeline,),
-            stderr=self.log,
-            text=True,
+        self.process = self.processes.keep(
+            ForkedProcess(
+                [sys.executable, *self.command],
+                env=environment,
+                pass_fds=() if self.lifeline is None else (self.lifeline,),
+                stderr=self.log,
+                text=True,
+            )
         )
         end = time.monotonic() + PATIENCE_S
         while not os.path.exists(self.socket) and self.process.poll() is None:

@@ -2,9 +2,11 @@
 
 import importlib
 import io
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -41,6 +43,7 @@ from bench.weights.figures import (
 from bench.weights.obeying import obey
 from bench.weights.parts import PARTS
 from bench.weights.plot import Bar, draw
+from tests.process.forking import ForkedProcess, server
 
 TENSORS: list[Any] = [["embed", "float32", [300, 20]], ["head", "bfloat16", [5000]], ["norm", "float32", [3]]]
 #: A worker is not back sooner than the others have answered, even if they stand still for a second.
@@ -156,7 +159,10 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
 def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "STEADY_S", 2.0)
+    monkeypatch.setattr(steps, "STEADY_S", 1.0)
+    names = {name: getattr(subprocess, name) for name in ("PIPE", "TimeoutExpired")}
+    monkeypatch.setattr("bench.processes.subprocess", SimpleNamespace(Popen=ForkedProcess, **names))
+    server()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with ExitStack() as stack:
         field = sim_field(tmp_path, 2, stack)
