@@ -96,7 +96,7 @@ class ForkedDaemon(Daemon):
 class ForkedProcess:
     """A forked process in place of a `subprocess.Popen` of Python. Those options and methods are there that tests use.
 
-    Processes that a coordinator starts are forked, too.
+    What a coordinator or `enginepool worker` starts is forked, too.
     """
 
     def __init__(
@@ -147,6 +147,9 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -207,14 +210,14 @@ class _Program:
         if self.prepare is not None:
             self.prepare()
         option, what, *arguments = self.arguments
-        if what == COORDINATOR:
-            _fork_what_a_coordinator_starts()
+        if what == COORDINATOR or arguments[:1] == ["worker"]:
+            _fork_what_is_started()
         sys.argv = [option, *arguments]
         _run(option, what)
 
 
-def _fork_what_a_coordinator_starts() -> None:
-    """In this process, which has no threads yet."""
+def _fork_what_is_started() -> None:
+    """By this process, which has no threads yet: its workers and stagers."""
     template = Template()
 
     class Adopted:

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "retry_timeout": 0,
 }
 #: of the engine, in a pool of its own: the second hand-over takes so long that every fault happens in it
-SLOW_TAKE: dict[str, Any] = {"faults": [{"kind": "slow_on_take", "at_take": 2, "seconds": 4.0}], "fresh": True}
+SLOW_TAKE: dict[str, Any] = {"faults": [{"kind": "slow_on_take", "at_take": 2, "seconds": 2.5}], "fresh": True}
 #: seconds of a scene with its fault, its healing and what follows; nothing may take longer
 LIMIT_S = 240.0
 

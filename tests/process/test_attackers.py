@@ -14,6 +14,7 @@ from enginepool import BlockingPool
 from enginepool.host import host_identity
 from tests.process.attackers import Raw, publish, raw
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 #: a file that the worker's user can read, as the float32 tensor that the attacker says it is
@@ -27,7 +28,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One worker that takes updates, and is ready."""
     with Processes() as processes:
         config = sim_pool(tmp_path_factory.mktemp("pool"), workers=1, options={"tensors": TENSORS})
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         with BlockingPool.connect(daemon.address) as client:
             client.ready(PATIENCE_S)
         yield daemon

@@ -29,6 +29,7 @@ from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.wire.make_vectors import PATH
 from tests.wire.test_vectors import frames_of, mutated
@@ -43,7 +44,7 @@ SERVED = 100
 
 @pytest.fixture
 def daemon(processes: Processes, tmp_path: Path) -> Daemon:
-    return Daemon(processes, sim_pool(tmp_path, options={"vocab": 1000, "context": 100})).listening()
+    return ForkedDaemon(processes, sim_pool(tmp_path, options={"vocab": 1000, "context": 100})).listening()
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_i
 ) -> None:
     limits = Limits(max_message_bytes=100_000, window_bytes=1_000_000, buffer_bytes=10_000_000)
     config = sim_pool(tmp_path, limits=limits)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     with sockets() as context:
         socket: Socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -189,7 +190,7 @@ def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_
     limits = Limits(window_bytes=2_000_000, answers_bytes=2_000_000, max_message_bytes=2_000_000, window_requests=100_000)
     workers = 2
     config = sim_pool(tmp_path, workers=workers, limits=limits)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     process = psutil.Process(daemon.process.pid)
     labels = list(range(1, 1001))
     spec = [["query", "int32", [1]], ["items", "int32", [4]], ["item_lengths", "uint32", [4]]]
@@ -241,14 +242,14 @@ def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_
 def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
     tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", insecure_loopback=True, state_dir=str(tmp_path / "tcp"))
-    first = [Daemon(processes, each).listening() for each in (config, tcp)]
+    first = [ForkedDaemon(processes, each).listening() for each in (config, tcp)]
     for listen in (daemon.address for daemon in first):
-        second = Daemon(processes, msgspec.structs.replace(tcp, listen=listen, state_dir=str(tmp_path / "other")))
+        second = ForkedDaemon(processes, msgspec.structs.replace(tcp, listen=listen, state_dir=str(tmp_path / "other")))
         assert second.process.wait(PATIENCE_S) == 2
         second.end()
         assert len(second.lines) == 1, second.lines
         assert listen in second.lines[0] and "in use" in second.lines[0]
-    third = Daemon(processes, msgspec.structs.replace(config, listen=f"ipc://{tmp_path}/third.sock"))
+    third = ForkedDaemon(processes, msgspec.structs.replace(config, listen=f"ipc://{tmp_path}/third.sock"))
     assert third.process.wait(PATIENCE_S) == 2
     third.end()
     assert len(third.lines) == 1 and "state_dir" in third.lines[0] and "in use" in third.lines[0]
@@ -264,7 +265,7 @@ def test_a_coordinator_takes_as_many_files_as_it_may_have_for_clients_beyond_the
     few = max(map(int, os.listdir("/proc/self/fd"))) + 32
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
     try:
-        daemon = Daemon(processes, sim_pool(tmp_path, workers=1))
+        daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     daemon.listening()
@@ -276,9 +277,9 @@ def test_a_coordinator_takes_as_many_files_as_it_may_have_for_clients_beyond_the
 
 def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    first = Daemon(processes, config).listening()
+    first = ForkedDaemon(processes, config).listening()
     first.kill()
-    second = Daemon(processes, config).listening()
+    second = ForkedDaemon(processes, config).listening()
     assert second.end() == 0
 
 
@@ -291,7 +292,7 @@ def _has_ipv6() -> bool:
 def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1)
     config = msgspec.structs.replace(config, listen="tcp://[::1]:*", listen_workers="tcp://[::1]:*", insecure_loopback=True)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     assert daemon.address.startswith("tcp://[::1]:") and daemon.workers.startswith("tcp://[::1]:")
 
     async def scenario() -> None:
@@ -307,7 +308,7 @@ def test_a_state_directory_that_cannot_be_used_is_refused_in_one_line_by_its_nam
     config = sim_pool(tmp_path, workers=0)
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "workers").touch()  # of something else
-    daemon = Daemon(processes, config)
+    daemon = ForkedDaemon(processes, config)
     assert daemon.process.wait(PATIENCE_S) == 2
     daemon.end()
     assert len(daemon.lines) == 1, daemon.lines
@@ -318,7 +319,7 @@ def test_a_journal_that_cannot_be_written_at_the_start_is_said_in_one_line(proce
     config = sim_pool(tmp_path, workers=0)
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "journal.new").symlink_to("/dev/full")
-    daemon = Daemon(processes, config)
+    daemon = ForkedDaemon(processes, config)
     assert daemon.process.wait(PATIENCE_S) == HOST_FAULT
     daemon.end()
     assert len(daemon.lines) == 1, daemon.lines

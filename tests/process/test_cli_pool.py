@@ -27,7 +27,8 @@ from enginepool.config import RestartConfig
 from enginepool.errors import PoolDown
 from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus
 from tests.process.commands import LIMIT_S, PROGRAM, call, end, records, start
-from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.process.daemons import PATIENCE_S, end_workers, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 
@@ -117,14 +118,14 @@ def test_the_json_of_a_status_has_every_key(served: Served) -> None:
 
 
 def test_ready_waits_for_workers_and_says_what_they_do(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": 1.0})).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": 1.0})).listening()
     code, out, err = call("ready", "--timeout", PATIENCE_S, env={"ENGINEPOOL_ADDRESS": daemon.address})
     assert (code, out) == (0, "")
     assert "g: g-0 loading" in err and err.endswith("ready: g\n")
 
 
 def test_ready_fails_with_what_it_has_waited_for(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": PATIENCE_S})).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": PATIENCE_S})).listening()
     code, _, err = call("ready", "--timeout", 0.5, "--connect", daemon.address)
     assert code == 1
     assert re.search(r"enginepool: not ready after 0\.\d+ s: group 'g': g-0 (starting|loading).*\n$", err)
@@ -278,7 +279,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_a_pool_that_starts_no_workers_says_that_it_waits_for_some(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=0)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=0)).listening()
     line = daemon.wait_for("group g ")
     assert line.partition("enginepool: ")[2] == f"group g starts no workers: it waits for external workers at {daemon.workers}"
     assert daemon.end() == 0
@@ -297,7 +298,7 @@ def test_a_worker_that_can_never_load_is_given_up_with_the_reason(
 ) -> None:
     config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": kind}]})
     config = msgspec.structs.replace(config, restart=RestartConfig(backoff_s=0.05))
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     said = [daemon.wait_for("ended").partition(" ended: ")[2] for _ in range(starts)]
     why = r"exit code 3.*" if kind == "exit_on_load" else rf"(exit code \d+: )?.*\b{kind}\b.*"
     assert all(re.fullmatch(why, line) for line in said), said

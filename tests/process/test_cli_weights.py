@@ -14,7 +14,8 @@ from enginepool import BlockingPool
 from enginepool.cli import weights
 from enginepool.protocol.messages.weight_reports import WeightsReport, WorkerWeights
 from tests.process.commands import call
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 SHAPES = {"embed": (8, 4), "norm": (4,)}
@@ -27,7 +28,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with Processes() as processes:
         tensors = [[name, "float32", list(shape)] for name, shape in SHAPES.items()]
         config = sim_pool(tmp_path_factory.mktemp("pool"), options={"tensors": tensors})
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         with BlockingPool.connect(daemon.address) as pool:
             pool.ready(PATIENCE_S)
             while len([worker for worker in pool.weights().workers if not worker.message]) < 2:
@@ -133,7 +134,7 @@ def test_engines_that_could_not_be_asked_are_not_reported_as_valid(
     processes: Processes, tmp_path: Path, arguments: list[str]
 ) -> None:
     loading = sim_pool(tmp_path, options={"tensors": [["norm", "float32", [4]]], "load_s": 1000.0})
-    code, _, err = call("weights", *arguments, "--connect", Daemon(processes, loading).listening().address)
+    code, _, err = call("weights", *arguments, "--connect", ForkedDaemon(processes, loading).listening().address)
     assert (code, err.count("\n")) == (1, 1)
     assert re.search("no worker of (group )?'?g'? is ready", err)
 

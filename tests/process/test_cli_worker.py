@@ -22,6 +22,7 @@ from enginepool.client.pool import Pool as ClientPool
 from enginepool.protocol.messages import WorkerStatus
 from tests.process.commands import PROGRAM, ROOT, call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
 from tests.process.weights import TENSORS, some_weights
@@ -30,10 +31,13 @@ from tests.process.weights import TENSORS, some_weights
 class Outside:
     """The command as a process, with the lines that it said."""
 
-    def __init__(self, processes: Processes, address: str, directory: Path, *options: object) -> None:
+    def __init__(
+        self, processes: Processes, address: str, directory: Path, *options: object, make: Callable[..., Any] = ForkedProcess
+    ) -> None:
         command = [*PROGRAM, "worker", "--connect", address, "--state-dir", str(directory), *map(str, options)]
         self.directory = directory
-        self.process = processes.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        started = make(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = processes.keep(started)
         self.said: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -59,13 +63,13 @@ Start = Callable[..., Outside]
 def daemon(processes: Processes, tmp_path: Path) -> Daemon:
     """A pool that starts no worker."""
     config = sim_pool(tmp_path, workers=0, options={"tensors": TENSORS, "held": "float16"}, silence_s=3.0)
-    return Daemon(processes, config).listening()
+    return ForkedDaemon(processes, config).listening()
 
 
 @pytest.fixture
 def outside(processes: Processes, daemon: Daemon, tmp_path: Path) -> Start:
-    def start(*options: object, name: str = "outside") -> Outside:
-        return Outside(processes, daemon.workers, tmp_path / name, *options)
+    def start(*options: object, name: str = "outside", **how: Any) -> Outside:
+        return Outside(processes, daemon.workers, tmp_path / name, *options, **how)
 
     return start
 
@@ -89,7 +93,7 @@ def play(daemon: Daemon, scene: Callable[[ClientPool], Any]) -> None:
 
 
 def test_one_command_starts_workers_with_their_stagers_and_they_take_staged_updates(daemon: Daemon, outside: Start) -> None:
-    command = outside("--group", "g", "--workers", "2")
+    command = outside("--group", "g", "--workers", "2", make=subprocess.Popen)
 
     async def scene(pool: ClientPool) -> None:
         await ready(pool, 2)
@@ -173,7 +177,7 @@ def test_it_waits_for_a_coordinator_and_outlives_one(processes: Processes, tmp_p
     address = f"ipc://{config.state_dir}/workers.sock"
     command = Outside(processes, address, tmp_path / "outside")
     command.wait_for("no coordinator answers")
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     pids: list[int] = []
 
     async def scene(pool: ClientPool) -> None:
@@ -184,7 +188,7 @@ def test_it_waits_for_a_coordinator_and_outlives_one(processes: Processes, tmp_p
     # Longer than its patience with a coordinator of its own.
     with pytest.raises(psutil.TimeoutExpired):
         psutil.Process(pids[0]).wait(4.0)
-    play(Daemon(processes, config).listening(), scene)
+    play(ForkedDaemon(processes, config).listening(), scene)
     assert pids[0] == pids[1], "the model was loaded again"
 
 
@@ -202,7 +206,9 @@ def test_what_cannot_work_is_said_in_one_line(daemon: Daemon, tmp_path: Path, op
 
 def test_a_group_that_is_not_named_is_asked_for(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    daemon = Daemon(processes, msgspec.structs.replace(config, groups={**config.groups, "h": config.groups["g"]})).listening()
+    daemon = ForkedDaemon(
+        processes, msgspec.structs.replace(config, groups={**config.groups, "h": config.groups["g"]})
+    ).listening()
     code, _, err = call("worker", "--connect", daemon.workers, "--state-dir", tmp_path / "outside")
     assert (code, err) == (1, f"enginepool: {daemon.workers}: unknown_group: group: name one of: g, h\n")
 
@@ -220,7 +226,7 @@ def test_two_commands_do_not_share_a_directory(daemon: Daemon, outside: Start) -
 
 
 def test_the_state_dir_of_a_pool_is_refused_and_its_workers_live(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, config := sim_pool(tmp_path, workers=1)).listening()
+    daemon = ForkedDaemon(processes, config := sim_pool(tmp_path, workers=1)).listening()
 
     async def scene(pool: ClientPool) -> None:
         [before] = await ready(pool, 1)

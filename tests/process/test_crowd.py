@@ -5,12 +5,12 @@ from pathlib import Path
 
 from bench.crowd import LIMITS, crowd, pool_of
 from enginepool import Pool
-from tests.process.daemons import Daemon
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 
 def test_a_coordinator_stays_under_its_total_for_any_requests(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, pool_of(tmp_path)).listening()
+    daemon = ForkedDaemon(processes, pool_of(tmp_path)).listening()
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool:

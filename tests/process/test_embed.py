@@ -11,7 +11,8 @@ from enginepool import EmbedResult, Pool
 from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET
 from tests.process.commands import call, records
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 SIZE = 12
@@ -26,7 +27,7 @@ def check(inputs: list[list[int]], result: EmbedResult, dimensions: int = 0, *, 
 
 def test_ids_and_text_are_embedded_through_a_worker_s_death(processes: Processes, tmp_path: Path) -> None:
     crash = {"kind": "crash", "at_batch": 3}
-    daemon = Daemon(processes, sim_pool(tmp_path, options={**OPTIONS, "faults": [crash]}))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={**OPTIONS, "faults": [crash]}))
 
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -46,7 +47,7 @@ def test_ids_and_text_are_embedded_through_a_worker_s_death(processes: Processes
 
 
 def test_the_command_embeds_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, options=OPTIONS))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options=OPTIONS))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"inputs": [[i, 1], [2]], "id": i} for i in range(5)]
     lines += [{"inputs": [[1]], "dimensions": SIZE + 1}, {"texts": ["a"]}, {"inputs": [[7]], "normalize": False}]

@@ -16,6 +16,7 @@ from enginepool import Pool
 from enginepool.config import Limits
 from enginepool.coordinator.shell.connections import shares
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 #: the least with which no burst of connections can take all descriptors
@@ -104,7 +105,7 @@ def test_buffers_that_cannot_fit_the_memory_of_the_process_are_refused(processes
 def test_a_message_without_memory_for_it_is_busy_and_the_next_attempt_is_answered(processes: Processes, tmp_path: Path) -> None:
     limits = Limits(max_message_bytes=32 << 20, window_bytes=64 << 20, buffer_bytes=128 << 20)
     options = {"forward_s": 0.0, "row_s": 0.0, "token_s": 0.0}
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=1, limits=limits, options=options)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1, limits=limits, options=options)).listening()
     pid = daemon.process.pid
 
     async def scene() -> None:

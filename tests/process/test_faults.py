@@ -25,6 +25,7 @@ from enginepool.host.child_process import created_at, lives
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 COSTS = {"forward_s": 0.01, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
@@ -33,7 +34,7 @@ LABELS = [5, 6]
 
 @pytest.fixture
 def daemon(processes: Processes, tmp_path: Path) -> Daemon:
-    return Daemon(processes, sim_pool(tmp_path, options=COSTS, silence_s=3.0)).listening()
+    return ForkedDaemon(processes, sim_pool(tmp_path, options=COSTS, silence_s=3.0)).listening()
 
 
 class Load:
@@ -153,7 +154,7 @@ def test_a_coordinator_that_is_killed_under_load_loses_nothing(processes: Proces
                 before = await until(watcher, lambda pids: len(pids) == 2)
                 epoch = (await watcher.status()).epoch
             daemon.kill()
-            await asyncio.to_thread(lambda: Daemon(processes, daemon.config).listening())
+            await asyncio.to_thread(lambda: ForkedDaemon(processes, daemon.config).listening())
             await load.answers(50)
             async with Pool.connect(daemon.address) as watcher:
                 after = await until(watcher, lambda pids: len(pids) == 2)
@@ -173,14 +174,14 @@ def test_records_of_workers_that_a_crash_has_torn_keep_no_coordinator_from_start
     torn = [records / "g-0-empty.json", records / "g-0-cut.json"]
     for path, text in zip(torn, ("", '{"group":"g","ind'), strict=True):
         path.write_text(text)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     assert not any(path.exists() for path in torn)
     assert daemon.end() == 0
 
 
 def test_workers_without_a_coordinator_end_themselves(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, orphan_s=1.0)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     fds: list[int] = []
 
     async def scenario() -> None:
@@ -215,7 +216,7 @@ asyncio.run(main())
 
 def test_a_client_that_is_cut_off_harms_no_other_and_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options=COSTS, client_silence_s=3.0)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Load(daemon.address).running() as load:
@@ -237,7 +238,7 @@ def test_a_client_that_is_cut_off_harms_no_other_and_leaves_nothing_behind(proce
 
 def test_a_cancelled_call_is_taken_back(processes: Processes, tmp_path: Path) -> None:
     # So slow that this process may stand still, and there are calls to cancel all the same.
-    daemon = Daemon(processes, sim_pool(tmp_path, options={**COSTS, "forward_s": 0.2})).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={**COSTS, "forward_s": 0.2})).listening()
 
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -258,7 +259,7 @@ def test_a_cancelled_call_is_taken_back(processes: Processes, tmp_path: Path) ->
 
 def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options={**COSTS, "forward_s": 0.2})
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -315,7 +316,7 @@ def test_a_signal_in_the_middle_of_the_start_leaves_no_worker(
 
 
 def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, options={**COSTS, "forward_s": 0.5})).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={**COSTS, "forward_s": 0.5})).listening()
 
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -336,7 +337,7 @@ def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(proce
 def test_a_coordinator_that_was_told_to_ignore_hangups_does(processes: Processes, tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        daemon = Daemon(processes, sim_pool(tmp_path, workers=0)).listening()
+        daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=0)).listening()
     finally:
         signal.signal(signal.SIGHUP, ignored)
 
@@ -353,7 +354,7 @@ def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_tr
     processes: Processes, tmp_path: Path
 ) -> None:
     config = sim_pool(tmp_path, options={"faults": [{"kind": "block_on_load", "seconds": PATIENCE_S}]}, drain_s=PATIENCE_S)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     pids = [msgspec.json.decode(path.read_bytes())["pid"] for path in Path(config.state_dir).glob("workers/*.json")]
     assert len(pids) == 2
 
@@ -433,7 +434,7 @@ def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(proc
     faults = [{"kind": "out_of_memory", "rows": 9}, *later]
     config = sim_pool(tmp_path, options=COSTS | {"faults": faults})
     config = msgspec.structs.replace(config, restart=msgspec.structs.replace(config.restart, max_restarts=0))
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> GroupStatus:
         async with Pool.connect(daemon.address) as pool:
@@ -466,11 +467,11 @@ def test_a_successor_with_fewer_places_ends_the_workers_that_have_none(processes
                     return {worker.name: worker.pid for worker in found}
                 await asyncio.sleep(0.02)
 
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     before = asyncio.run(workers(daemon))
     made = created_at(before["g-1"])
     daemon.kill()
-    successor = Daemon(processes, smaller).listening()
+    successor = ForkedDaemon(processes, smaller).listening()
     assert asyncio.run(workers(successor)) == {"g-0": before["g-0"]}
     end = time.monotonic() + PATIENCE_S
     while lives(before["g-1"], made):

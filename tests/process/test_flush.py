@@ -5,7 +5,8 @@ from pathlib import Path
 
 from enginepool import BlockingPool, Pool
 from tests.process.commands import call
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 
@@ -16,7 +17,7 @@ async def all_ready(pool: Pool) -> None:
 
 
 def test_all_workers_flush_between_batches_while_the_pool_is_busy(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, options={"forward_s": 0.01, "batch_rows": 4}))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={"forward_s": 0.01, "batch_rows": 4}))
 
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -33,7 +34,7 @@ def test_all_workers_flush_between_batches_while_the_pool_is_busy(processes: Pro
 
 
 def test_the_command_says_what_each_worker_did(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path))
     with BlockingPool.connect(daemon.address) as pool:
         pool.call(all_ready(pool.pool))
         assert len(pool.flush("g").workers) == 2

@@ -12,7 +12,8 @@ from enginepool import BlockingPool
 from enginepool.errors import ConfigError
 from enginepool.net.address import default_address
 from tests.process.commands import call
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 
@@ -33,7 +34,7 @@ def test_a_pool_that_nothing_is_said_about_listens_where_clients_look_and_others
     config = msgspec.structs.replace(sim_pool(tmp_path, workers=1), listen="", state_dir="~/.local/state/enginepool")
     before = os.umask(0)
     try:
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
     finally:
         os.umask(before)
     assert daemon.address == default_address() == f"ipc://{tmp_path}/.local/state/enginepool/pool.sock"
@@ -57,7 +58,7 @@ def test_a_directory_that_others_can_enter_is_refused_in_one_line(
     folder.mkdir()
     folder.chmod(mode)
     value = str(folder) if what == "state_dir" else f"ipc://{folder}/x.sock"
-    daemon = Daemon(processes, msgspec.structs.replace(sim_pool(tmp_path, workers=0), **{what: value}))
+    daemon = ForkedDaemon(processes, msgspec.structs.replace(sim_pool(tmp_path, workers=0), **{what: value}))
     assert daemon.process.wait(PATIENCE_S) == 2
     daemon.end()
     assert len(daemon.lines) == 1, daemon.lines

@@ -22,6 +22,7 @@ from enginepool.workers.sim.scores import expected_scores
 from tests.process.attackers import Raw, raw
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.wire.make_vectors import VALID
 from tests.wire.test_vectors import mutated
@@ -46,7 +47,7 @@ def keyed(directory: Path, **changes: Any) -> Any:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Its own worker connects over TCP, too."""
     with Processes() as processes:
-        daemon = Daemon(processes, keyed(tmp_path_factory.mktemp("pool"))).listening()
+        daemon = ForkedDaemon(processes, keyed(tmp_path_factory.mktemp("pool"))).listening()
         with connect(daemon, "client") as client:
             client.ready(PATIENCE_S)
         yield daemon
@@ -184,7 +185,7 @@ def test_clients_of_each_role_may_do_what_their_key_says(pool: Daemon) -> None:
 
 def test_a_key_that_is_taken_away_says_nothing_more_and_a_new_one_is_heard(processes: Processes, tmp_path: Path) -> None:
     """Also on a link that stands; without a restart; the others do not notice. A broken list changes nothing."""
-    daemon = Daemon(processes, keyed(tmp_path)).listening()
+    daemon = ForkedDaemon(processes, keyed(tmp_path)).listening()
     keys = Path(daemon.config.keys)
     listed = keys / AUTHORIZED
     with connect(daemon, "publisher") as stays, raw(daemon.address, **curve(daemon, "client")) as link:

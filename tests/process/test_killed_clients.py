@@ -10,7 +10,8 @@ import psutil
 
 from enginepool import Pool
 from enginepool.protocol.messages import GroupStatus
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 #: processes that live and that are killed, of so many clients each, with so many calls at a time each
@@ -52,7 +53,7 @@ def test_when_half_of_the_clients_are_killed_the_others_are_served_and_nothing_i
     processes: Processes, tmp_path: Path
 ) -> None:
     options = {"forward_s": 0.002, "row_s": 0.0, "token_s": 0.0}
-    daemon = Daemon(processes, sim_pool(tmp_path, options=options, client_silence_s=5.0)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options=options, client_silence_s=5.0)).listening()
 
     def clients(rounds: int) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", SCRIPT, daemon.address, str(rounds)]

@@ -16,9 +16,8 @@ from enginepool.trainer import ipc_export as lending
 from enginepool.trainer import update_handle as update
 from enginepool.transfer.digest import Digest
 from tests.open_files import lent_here
-from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, sim_pool
-from tests.process.forking import ForkedDaemon
+from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play
 from tests.process.weights import Load, some_weights
@@ -106,7 +105,7 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where:
         new, before = stage.old + 1, await pids(stage)
         stage.load.committed[new] = []
         command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where, "ipc"]
-        trainer = stage.processes.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        trainer = stage.processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True))
         assert trainer.stdout is not None
         assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
         trainer.kill()

@@ -10,7 +10,8 @@ import zmq
 from enginepool import Pool
 from enginepool.coordinator.shell.log import BUDGETS
 from tests.process.attackers import Raw, Socket, raw
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 MESSAGES, CONNECTIONS, INCARNATIONS = 100_000, 1000, 5000
@@ -56,7 +57,7 @@ def register_and_replace(workers: str, group: str) -> None:
 
 
 def test_peers_that_cause_lines_fill_no_disk_and_the_pool_is_still_heard(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=1)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1)).listening()
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool:

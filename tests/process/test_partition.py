@@ -16,7 +16,8 @@ import pytest
 
 from enginepool import Pool
 from enginepool.protocol.messages import WorkerStatus
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.forwarder import Forwarder
 from tests.process.processes import Processes
 
@@ -30,7 +31,7 @@ class Scene:
     def __init__(self, processes: Processes, directory: Path, silence_s: float) -> None:
         config = sim_pool(directory, workers=0, silence_s=silence_s, orphan_s=silence_s)
         config = msgspec.structs.replace(config, listen_workers="tcp://127.0.0.1:*", insecure_loopback=True)
-        self.daemon = Daemon(processes, config).listening()
+        self.daemon = ForkedDaemon(processes, config).listening()
         self.forwarder = Forwarder(self.daemon.workers)
         self.logs = [directory / f"outside-{i}.log" for i in range(2)]
         for log in self.logs:

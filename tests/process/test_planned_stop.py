@@ -12,7 +12,8 @@ from bench.upgrade import upgrade
 from enginepool import Pool, errors
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from tests.process import commands
-from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.process.daemons import PATIENCE_S, end_workers, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_faults import COSTS, Load, run, until
 
@@ -38,7 +39,7 @@ def test_calls_wait_for_the_next_coordinator_when_one_is_stopped_under_load(
     config = sim_pool(tmp_path, options={**COSTS, "tensors": [["w", "float32", [4]]]})
 
     async def scenario() -> None:
-        daemon = Daemon(processes, config).listening()
+        daemon = ForkedDaemon(processes, config).listening()
         async with Load(config.listen).running() as load, Pool.connect(config.listen) as watcher:
             await until(watcher, lambda pids: len(pids) == 2)
             await watcher.ready()
@@ -47,7 +48,7 @@ def test_calls_wait_for_the_next_coordinator_when_one_is_stopped_under_load(
             daemon.process.send_signal(sign)
             assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
             assert all(runs(pid) == (sign == signal.SIGUSR1) for pid in before.values())
-            await asyncio.to_thread(Daemon(processes, config).listening)
+            await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             await load.answers(50)
             await until(watcher, lambda pids: len(pids) == 2)
         assert (started(config) == before) == (sign == signal.SIGUSR1), "workers and stagers"
@@ -67,7 +68,7 @@ def test_a_rolling_upgrade_costs_no_call_and_loads_no_model_again(tmp_path: Path
 
 def test_asked_twice_to_end_alone_a_coordinator_ends_at_once_and_its_workers_stay(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options={**COSTS, "forward_s": PATIENCE_S}, drain_s=PATIENCE_S)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Pool.connect(config.listen) as pool:
@@ -88,7 +89,7 @@ def test_asked_twice_to_end_alone_a_coordinator_ends_at_once_and_its_workers_sta
 
 def test_a_coordinator_that_ends_alone_may_be_told_to_end_the_pool(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options={**COSTS, "forward_s": 1.0}, drain_s=PATIENCE_S)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Pool.connect(config.listen) as pool:

@@ -12,7 +12,8 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.config import RestartConfig
 from enginepool.protocol.messages import StatusReport
 from tests.process.commands import call
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 
@@ -30,7 +31,7 @@ async def all_ready(pool: Pool) -> StatusReport:
 
 
 def test_a_group_is_restarted_under_load_and_no_call_fails(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, workers=2, options={"forward_s": 0.02})).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=2, options={"forward_s": 0.02})).listening()
 
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -59,7 +60,7 @@ def test_a_group_is_restarted_under_load_and_no_call_fails(processes: Processes,
 
 def test_a_retired_worker_is_revived_by_the_command(processes: Processes, tmp_path: Path) -> None:
     config = msgspec.structs.replace(sim_pool(tmp_path, workers=1), restart=RestartConfig(max_restarts=0))
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     env = {"ENGINEPOOL_ADDRESS": daemon.address}
 
     async def retire() -> None:
@@ -86,7 +87,7 @@ def test_a_retired_worker_is_revived_by_the_command(processes: Processes, tmp_pa
 def test_a_worker_that_does_not_come_back_stops_the_restart_of_its_group(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=2, options={"load_s": 0.5})
     config = msgspec.structs.replace(config, restart=RestartConfig(max_restarts=0))
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:

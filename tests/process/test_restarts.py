@@ -14,6 +14,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 
 from enginepool import Pool, WeightPublisher, errors
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS
 from tests.process.weights import Load, some_weights
@@ -32,7 +33,7 @@ def play(processes: Processes, directory: Path, scene: Scene, mode: str, workers
     """A scene in a pool under load; its answers are checked."""
     config = sim_pool(directory, workers=workers, options={**COSTS, "tensors": [], "only_at_start": True})
     group = msgspec.structs.replace(config.groups["g"], restart_updates=mode)
-    daemon = Daemon(processes, msgspec.structs.replace(config, groups={"g": group})).listening()
+    daemon = ForkedDaemon(processes, msgspec.structs.replace(config, groups={"g": group})).listening()
 
     async def run() -> None:
         load = Load(daemon.address)

@@ -13,7 +13,8 @@ from enginepool import Pool, WeightPublisher
 from enginepool.config import PoolConfig
 from enginepool.host.child_process import created_at
 from enginepool.host.folders import OWNER, snapshot_folders
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 #: MiB of the model
@@ -59,7 +60,7 @@ def test_a_commit_removes_the_snapshots_that_the_journal_does_not_name(processes
     async def story() -> None:
         nonlocal most
         for version in (9, 5, 1):
-            daemon = await asyncio.to_thread(Daemon(processes, config).listening)
+            daemon = await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             await publish(daemon.address, version)
             assert await asyncio.to_thread(daemon.end) == 0
             most = max(most, len(snapshots(config)))
@@ -71,7 +72,7 @@ def test_a_commit_removes_the_snapshots_that_the_journal_does_not_name(processes
 
 def test_a_commit_without_a_snapshot_removes_the_one_before(processes: Processes, tmp_path: Path) -> None:
     config = pool_in(tmp_path / "pool")
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def story() -> None:
         await publish(daemon.address, 1)
@@ -92,12 +93,12 @@ def test_a_pool_removes_the_snapshots_of_a_pool_whose_state_directory_is_gone_an
 
     async def story() -> None:
         for config in (gone, stopped):
-            daemon = await asyncio.to_thread(Daemon(processes, config).listening)
+            daemon = await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             await publish(daemon.address, 1)
             assert await asyncio.to_thread(daemon.end) == 0
             assert len(snapshots(config)) == 1
         shutil.rmtree(gone.state_dir)
-        daemon = await asyncio.to_thread(Daemon(processes, alive).listening)
+        daemon = await asyncio.to_thread(ForkedDaemon(processes, alive).listening)
         assert str(memory_of(gone)) in await asyncio.to_thread(daemon.wait_for, "is removed: it has snapshots of the pool")
         await publish(daemon.address, 1)
         while len(snapshots(alive)) != 1:
@@ -111,7 +112,7 @@ def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes,
     """A folder whose owner may live, or lies on a disk that is not mounted, or that another user can write."""
     config = pool_in(tmp_path / "pool")
     folder = memory_of(pool_in(tmp_path / "other"))
-    first = Daemon(processes, config).listening()
+    first = ForkedDaemon(processes, config).listening()
 
     async def story() -> None:
         await publish(first.address, 1)
@@ -130,6 +131,6 @@ def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes,
         folder.mkdir(0o700)
         folder.chmod(mode)
         (folder / OWNER).write_bytes(msgspec.json.encode({**absent, **changes}))
-        assert Daemon(processes, config).listening().end() == 0
+        assert ForkedDaemon(processes, config).listening().end() == 0
         assert (folder / OWNER).exists(), changes
         shutil.rmtree(folder)

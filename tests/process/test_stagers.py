@@ -17,6 +17,7 @@ from enginepool.config import PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.host.folders import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 MODEL = [["a", "float32", [4, 4]]]
@@ -64,14 +65,14 @@ def config(tmp_path: Path) -> PoolConfig:
 def test_a_path_too_long_for_a_stagers_socket_is_said_before_anything_starts(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options={"tensors": MODEL})
     config = msgspec.structs.replace(config, groups={"g" * 64: config.groups["g"]})
-    daemon = Daemon(processes, config)
+    daemon = ForkedDaemon(processes, config)
     assert "too long for the group's name" in daemon.wait_for("state_dir = ")
     assert daemon.process.wait(PATIENCE_S) == 2
     assert pids(tmp_path, "workers") == {}
 
 
 def started(processes: Processes, config: PoolConfig, directory: Path) -> tuple[Daemon, dict[str, int]]:
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     until(lambda: sorted(pids(directory, "stagers")) == PLACES)
     until(lambda: all((directory / "state" / "stagers" / f"{place}.sock").exists() for place in PLACES))
     return daemon, pids(directory, "stagers")
@@ -98,7 +99,7 @@ def test_a_stager_outlives_its_worker_and_a_dead_coordinator_and_ends_with_the_p
     until(lambda: len(pids(tmp_path, "workers")) == 2)
     assert pids(tmp_path, "stagers") == stagers
     daemon.kill()
-    successor = Daemon(processes, config).listening()
+    successor = ForkedDaemon(processes, config).listening()
     assert pids(tmp_path, "stagers") == stagers
     assert successor.end() == 0
     until(lambda: gone(*stagers.values()))
@@ -115,7 +116,7 @@ def test_a_stager_that_was_killed_is_started_again_and_the_log_says_so(
 
 
 def test_stagers_whose_coordinator_stays_dead_end_by_themselves(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, options={"tensors": MODEL}, orphan_s=1.0)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={"tensors": MODEL}, orphan_s=1.0)).listening()
     # One whose owner is slow to connect has been an orphan, and another one stands in its place.
     until(lambda: sorted(connected(tmp_path)) == PLACES)
     stagers = connected(tmp_path)
@@ -126,7 +127,7 @@ def test_stagers_whose_coordinator_stays_dead_end_by_themselves(processes: Proce
 
 
 def test_workers_that_take_no_updates_have_no_stager(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path)).listening()
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path)).listening()
     until(lambda: len(pids(tmp_path, "workers")) == 2)
     assert pids(tmp_path, "stagers") == {}
     assert daemon.end() == 0

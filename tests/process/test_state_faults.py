@@ -18,6 +18,7 @@ from enginepool.config import PoolConfig, RestartConfig
 from enginepool.protocol.messages import WorkerStatus
 from tests.process.commands import PROGRAM
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_internal_errors import Served
 
@@ -82,7 +83,7 @@ async def both_serve(pool: Pool, version: int) -> dict[str, int]:
 
 def test_a_state_directory_that_is_removed_costs_no_worker_and_no_commit(processes: Processes, tmp_path: Path) -> None:
     config = pool_of(tmp_path)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -106,7 +107,7 @@ def test_a_state_directory_that_is_removed_costs_no_worker_and_no_commit(process
             now = await both_serve(pool, 12)
             assert now["g-1"] == before["g-1"]
             await asyncio.to_thread(daemon.kill)
-            await asyncio.to_thread(Daemon(processes, config).listening)
+            await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             assert await both_serve(pool, 12) == now
 
     run(story)
@@ -117,7 +118,7 @@ def test_what_is_committed_after_the_journal_was_renamed_is_found_by_a_successor
     processes: Processes, tmp_path: Path, what: str
 ) -> None:
     config = pool_of(tmp_path)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     state = Path(config.state_dir)
     journal = state / "journal.json"
 
@@ -135,7 +136,7 @@ def test_what_is_committed_after_the_journal_was_renamed_is_found_by_a_successor
             await pool.set_version(11)
             assert await both_serve(pool, 11) == before
             await asyncio.to_thread(daemon.kill)
-            await asyncio.to_thread(Daemon(processes, config).listening)
+            await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             assert await both_serve(pool, 11) == before
 
     run(story)
@@ -146,7 +147,7 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
     processes: Processes, tmp_path: Path, version: int
 ) -> None:
     config = pool_of(tmp_path)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -155,7 +156,7 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
             before = await both_serve(pool, 11)
             await asyncio.to_thread(daemon.kill)
             os.rename(f"{config.state_dir}/journal.json", tmp_path / "old.json")
-            successor = Daemon(processes, config)
+            successor = ForkedDaemon(processes, config)
             line = await asyncio.to_thread(successor.wait_for, "the journal is behind")
             assert "the committed weight version 11 of group 'g', and the journal knows version 0" in line
             with pytest.raises(errors.NeedsWeights, match="the journal is behind"):
@@ -178,7 +179,7 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_the_history_of_updates_survives_the_coordinator(processes: Processes, tmp_path: Path, end: str) -> None:
     config = pool_of(tmp_path)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     journal = f"{config.state_dir}/journal.json"
     history = Path(config.state_dir, "updates.json")
 
@@ -205,7 +206,7 @@ def test_the_history_of_updates_survives_the_coordinator(processes: Processes, t
 
             await until(written)
             await asyncio.to_thread(daemon.kill if end == "killed" else daemon.end)
-            await asyncio.to_thread(Daemon(processes, config).listening)
+            await asyncio.to_thread(ForkedDaemon(processes, config).listening)
             assert (await pool.weights()).history == before
 
     run(story)
@@ -341,7 +342,7 @@ def test_an_update_is_refused_by_the_name_of_the_file_when_the_disk_was_unmounte
 
 def test_an_update_is_refused_by_the_name_of_the_file_when_the_parent_is_gone(processes: Processes, tmp_path: Path) -> None:
     config = msgspec.structs.replace(pool_of(tmp_path), state_dir=str(tmp_path / "parent" / "state"))
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:

@@ -40,6 +40,7 @@ from enginepool.protocol.messages.weights import (
     WeightsLoaded,
 )
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 CAN = Capabilities("causal", 100, 64, 64, 8, 128, 16)
@@ -102,7 +103,7 @@ def worker_of(dial: Dial, daemon: Daemon, name: str) -> Peer:
 def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_path: Path, dial: Dial) -> None:
     # The test plays a worker too, which answers no pings while it does something else.
     config = sim_pool(tmp_path, workers=0, silence_s=PATIENCE_S)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     worker = worker_of(dial, daemon, "first")
     publisher = dial(daemon.address, ToClient)
     publisher.say(Hello(b"p" * 16, b"t" * 16))
@@ -125,7 +126,7 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     weights = GroupWeights(7, "d" * 32, "", str(tmp_path / "seven"))
     assert journal.record.weights == {"g": weights}
 
-    successor = Daemon(processes, config).listening()
+    successor = ForkedDaemon(processes, config).listening()
     restore = worker_of(dial, successor, "second").hear(Restore)
     assert restore == Restore(7, "d" * 32, path=str(tmp_path / "seven"))
 

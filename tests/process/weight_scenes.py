@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from enginepool import errors
-from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S
+from tests.process.forking import ForkedProcess
 from tests.process.scenes import Stage
 from tests.process.weights import Gate, some_weights
 
@@ -95,7 +95,7 @@ async def killed_trainer(stage: Stage, where: str, copying: str = "cuda") -> Non
     """Another one than the stage's; devices that copy may be more there."""
     new = stage.old + 1
     command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where, "staged", copying]
-    trainer = stage.processes.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    trainer = stage.processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True))
     assert trainer.stdout is not None
     assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
     with pytest.raises(errors.Publishing):

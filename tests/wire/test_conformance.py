@@ -14,6 +14,7 @@ from bench.processes import free_port
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import Daemon
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.wire.plain_client import PlainClient
 from tests.wire.plain_worker import PlainWorker, toy_score, toy_tokens
@@ -32,7 +33,7 @@ def listening(processes: Processes, folder: Path, group: GroupConfig, after: Dae
     config = PoolConfig(
         {"policy": group}, listen=clients, listen_workers=workers, insecure_loopback=True, state_dir=str(folder)
     )
-    return Daemon(processes, config).listening()
+    return ForkedDaemon(processes, config).listening()
 
 
 @contextmanager
