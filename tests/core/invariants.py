@@ -99,12 +99,13 @@ def check_group(group: Group) -> None:
 
 
 def check_worker(worker: Worker) -> None:
-    assert worker.cost == sum(b.cost for b in worker.batches.values()), worker
-    assert worker.rows == sum(b.rows for b in worker.batches.values()), worker
+    batches = worker.batches.values()
+    assert worker.cost == sum([b.cost for b in batches]), worker
+    assert worker.rows == sum([b.rows for b in batches]), worker
     assert (worker.stamp != 0) == worker.open, (worker, worker.stamp)
     if worker.pace is not None:
         check_cost_model(worker.pace)
-    assert worker.text_bytes == sum(request.work.nbytes for request, _ in worker.texts.values()), worker
+    assert worker.text_bytes == sum([request.work.nbytes for request, _ in worker.texts.values()]), worker
     if worker.able or worker.state is WorkerState.LATE:
         assert worker.capabilities is not None and worker.stage == "ready" and worker.epoch_confirmed, worker
         assert worker.holds and not worker.missing_weights, worker
@@ -139,20 +140,21 @@ def check_slot(slot: WorkerSlot) -> None:
 
 
 def check_client(client: Client) -> None:
-    assert client.nbytes == sum(r.held for r in client.live.values()), client
-    assert client.rows == sum(r.work.rows for r in client.live.values()), client
+    assert client.nbytes == sum([r.held for r in client.live.values()]), client
+    assert client.rows == sum([r.work.rows for r in client.live.values()]), client
     for id_, request in client.live.items():
         assert request.id == id_ and request.client is client and request.state != DONE, (client, request)
 
 
 def check_request(request: Request) -> None:
-    rows = request.work.rows
+    rows, state = request.work.rows, request.state
     assert 0 <= request.next <= rows, request
-    if request.state == DONE:
+    if state == DONE:
         assert request.client.live.get(request.id) is not request, request
         return
     assert request.client.live.get(request.id) is request, request
-    assert request.left == request.flying + request.waiting_rows(), (
+    waiting = request.waiting_rows()
+    assert request.left == request.flying + waiting, (
         request,
         request.left,
         request.flying,
@@ -161,20 +163,19 @@ def check_request(request: Request) -> None:
     )
     assert request.left > 0, request
     assert request.classes in (PLAIN, PACKED, PLAIN | PACKED), (request, request.classes)
-    if request.state == RUNNING:
-        assert request.flying == request.left and not request.waiting_rows(), request
+    if state == RUNNING:
+        assert request.flying == request.left and not waiting, request
     else:
-        assert request.waiting_rows() > 0, request
+        assert waiting > 0, request
     assert (request.version is not None) == bool(request.pieces), (request, request.version)
-    if request.state == QUEUED:
-        assert request.lane is request.queue, request
-    if request.state == TEXT and request.lane is not None:
+    if state == QUEUED or (state == TEXT and request.lane is not None):
         assert request.lane is request.queue, request
     assert request in request.group.live, request
     if request.flying < request.left and (request.flying or request.pieces):
         assert request in request.group.cut, request
-    holes = [row for range_ in request.back for row in range_]
-    assert holes == sorted(set(holes)), (request, request.back)
+    if request.back:
+        holes = [row for range_ in request.back for row in range_]
+        assert holes == sorted(set(holes)), (request, request.back)
 
 
 def check_update(update: Update) -> None:
@@ -254,7 +255,7 @@ def check_cost_model(model: ForwardCostModel) -> None:
 
 def check_replies(cache: ReplyCache) -> None:
     for client, shelf in cache._shelves.items():
-        assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()), client
+        assert shelf.nbytes == sum([kept.nbytes for kept in shelf.kept.values()]), client
         assert shelf.nbytes < shelf.top == 1 << shelf.listed, client
         assert not shelf.listed or client in cache._by_size[shelf.listed], client
     listed = sum(map(len, cache._by_size))

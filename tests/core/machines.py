@@ -113,6 +113,9 @@ class Pool:
         self.reasons: list[str] = []
         self.drained = self.kept = False
         self.clients = 0
+        #: the whole machine is checked on every so many events; what an event was about, on each
+        self.check_every = 1
+        self._events = 0
         self.do(ev.Started(self.now, EPOCH, {}))
 
     def do(self, event: ev.Event) -> list[Sent]:
@@ -137,7 +140,9 @@ class Pool:
                 self.drained, self.kept = True, effect.keep_workers
             else:
                 self.other(effect)
-        check_machine(self.machine)
+        self._events += 1
+        if self._events % self.check_every == 0:
+            check_machine(self.machine)
         self.sent += out
         return out
 

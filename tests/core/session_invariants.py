@@ -39,14 +39,14 @@ def check_requests(calls: PendingRequests) -> None:
     assert calls.used_bytes == sum(call.charge for call in counted), "window: bytes"
     waiting, timers = set(calls._waiting), set(calls._timers)
     for id_, call in calls.by_id.items():
-        at = f"request {id_} ({call.place})"
-        assert call.id == id_, f"{at} is kept under another id"
-        assert not call.counted or call.place in ("sent", "cancelling"), f"{at} occupies the window"
-        assert call.place != "sent" or (calls.open and call.counted and call.held), f"{at} without a link"
-        assert call.place != "waiting" or (-call.request.priority, id_) in waiting, f"{at} is not in the queue"
-        assert call.due == inf or (call.due, id_) in timers, f"{at} has no timer"
-        assert call.due < inf or call.deadline is None, f"{at} would outlive its deadline"
-        assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
+        place, due = call.place, call.due
+        assert call.id == id_, f"{call} is kept under id {id_}"
+        assert not call.counted or place in ("sent", "cancelling"), f"request {id_} ({place}) occupies the window"
+        assert place != "sent" or (calls.open and call.counted and call.held), f"request {id_} ({place}) without a link"
+        assert place != "waiting" or (-call.request.priority, id_) in waiting, f"request {id_} ({place}) is not in the queue"
+        assert due == inf or (due, id_) in timers, f"request {id_} ({place}) has no timer"
+        assert due < inf or call.deadline is None, f"request {id_} ({place}) would outlive its deadline"
+        assert due < inf or place in ("waiting", "sent"), f"request {id_} ({place}) would stay there"
 
 
 def check_questions(questions: PendingQuestions) -> None:

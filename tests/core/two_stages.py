@@ -13,6 +13,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.capabilities import FORWARD_S
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result
+from tests.core.invariants import check_machine
 from tests.core.machines import CAN, Pool, Sent
 from tests.core.test_classes import shared
 
@@ -22,6 +23,8 @@ QUERY, ITEMS, ITEM = 120, 10, 180
 HIGH = 100
 #: between coordinator and engine, one way
 WIRE_S = 0.001
+#: Hundreds of requests wait: the whole machine is checked on every so many events, as in tests/sim
+SPARSE = 8
 #: as in workers/sglang/patches/scheduler.py
 NEARLY_DONE_S = 0.001
 
@@ -76,6 +79,7 @@ class Simulation:
         self._pool = Pool()
         self._client = self._pool.client()
         self._pool.worker(can=costs.can)
+        self._pool.check_every = SPARSE
         self._end = self._pool.now + seconds
         #: what happens when; the ordinal decides between what happens at one moment
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
@@ -102,6 +106,7 @@ class Simulation:
             while self._pool.batches:
                 self._later(now + WIRE_S, partial(self._arrive, self._pool.batches.pop(0)))
             self._pool.sent.clear()
+        check_machine(self._pool.machine)
         return {
             priority: Seen(sorted(took for _, took in seen), sum(at <= self._end for at, _ in seen))
             for priority, seen in self._seen.items()

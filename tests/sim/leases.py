@@ -7,6 +7,8 @@ from enginepool.coordinator.core import events as ev
 
 #: the client, and the id of its transaction
 Key = tuple[bytes, int]
+#: events that begin, renew or move a lease
+COUNTED = {ev.ClientHello, ev.LinkCut, ev.PublishAsked, ev.PublisherSaid}
 
 
 class Leases:
@@ -23,6 +25,8 @@ class Leases:
 
     def came(self, event: ev.Event) -> None:
         """The coordinator handles this now."""
+        if type(event) not in COUNTED:
+            return
         if isinstance(event, ev.ClientHello):
             incarnation, link = self._newest.get(event.client, (0, b""))
             if event.incarnation >= incarnation:

@@ -120,7 +120,7 @@ class SimCoordinator:
 
     def _ahead(self, events: Sequence[ev.Event]) -> set[bytes]:
         """Links of peers that have heard a higher epoch."""
-        said = [event for event in events if isinstance(event, (ev.WorkerRegistered, ev.ClientHello))]
+        said = [event for event in events if type(event) is ev.WorkerRegistered or type(event) is ev.ClientHello]
         return {event.link for event in said if event.epoch > self.machine.core.epoch and not self.machine.core.draining}
 
     def _link_cut(self, link: bytes) -> None:
@@ -255,7 +255,7 @@ class SimCoordinator:
 
     def _say(self, message: Message, link: bytes) -> None:
         self.world.note("coordinator", (link, message))
-        if isinstance(message, Published):
+        if type(message) is Published:
             every = (one for weights in self.watch.oracle.weights.values() for one in weights)
             journaled = any(one.committed and one.version == message.version for one in every)
             assert journaled, f"published before it was journaled: {message}"

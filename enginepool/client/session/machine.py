@@ -123,8 +123,8 @@ class ClientSession:
     @property
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
-        parts = (self.link, self.calls, self.questions, self.updates, self._acks)
-        return min(self._sweep_at, *(part.wake_at for part in parts))
+        calls, questions, updates = self.calls.wake_at, self.questions.wake_at, self.updates.wake_at
+        return min(self._sweep_at, self.link.wake_at, calls, questions, updates, self._acks.wake_at)
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
