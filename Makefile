@@ -30,11 +30,11 @@ help: ## show this list
 demo: $(STAMPS)/house ## set up, then show the pool at work on the real engine on this machine's CPU
 	@$(BIN)/enginepool demo
 
-# pytest runs by itself, so that its closing line is the last one. Two processes run the tests: most of them wait. Pyright has
-# one thread, and so the oldest engine is tested next to it.
+# pytest runs by itself, so that its closing line is the last one. Three processes run the tests on two cores: many tests wait, and
+# the last process runs the simulator meanwhile. Pyright has one thread, and so the oldest engine is tested next to it.
 test: setup ## set up, then run everything that CI runs
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types oldest ARGS=
-	@$(MAKE) --no-print-directory pytest ARGS='-n 2 $(ARGS)'
+	@$(MAKE) --no-print-directory pytest ARGS='-n 3 $(ARGS)'
 
 setup: $(STAMPS)/tools ## install the package, the engine and the tools into .venv
 	@:

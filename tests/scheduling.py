@@ -3,14 +3,22 @@
 - All tests that share the real engines, which start once, run in one process.
 - A test of the simulator shares nothing, and any process may run it.
 - Of everything else, a process runs a whole file.
+
+Most tests of real processes wait, and the simulator waits for nothing. So the last process takes tests from the end, where the
+simulator is, and runs them when the other processes leave a core idle.
 """
+
+import os
 
 import pytest
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
+from xdist.workermanage import WorkerController  # pyright: ignore[reportMissingTypeStubs]
 
 ENGINES = "tests/engine"
 SIMULATOR = "tests/sim/"
+#: The tests that take longest come first, and those of the simulator last.
+ORDER = (f"{ENGINES}/", "tests/house/", "tests/process/", "tests/wire/", "tests/core/", SIMULATOR)
 
 
 def scope(nodeid: str) -> str:
@@ -21,21 +29,32 @@ def scope(nodeid: str) -> str:
     return nodeid if path.startswith(SIMULATOR) else path
 
 
+def is_last(process: str, count: int) -> bool:
+    """Whether this is the last of several processes, which pytest-xdist names gw0, gw1 and so on."""
+    return count > 1 and process == f"gw{count - 1}"
+
+
 class ByScope(LoadScopeScheduling):
-    """Gives each process whole scopes, in the order of the tests."""
+    """Gives each process whole scopes, in the order of the tests; the last process takes them from the end."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope(nodeid)
 
-
-def turn(nodeid: str) -> int:
-    """The engines take longest and come first. Tests of the simulator are short and come last: they keep all processes busy."""
-    return 0 if scope(nodeid) == ENGINES else 2 if nodeid.startswith(SIMULATOR) else 1
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if is_last(node.gateway.id, self.numnodes):  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest scopes first."""
-    items.sort(key=lambda item: turn(item.nodeid))
+    """Folder by folder, in this order."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in ORDER])
+
+
+def pytest_sessionstart() -> None:
+    """The last of several processes has a low priority, so that tests that wait for processes get a core at once."""
+    if is_last(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))):
+        os.nice(5)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByScope:
