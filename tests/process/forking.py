@@ -115,8 +115,8 @@ class ForkedProcess:
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         assert command[0] == sys.executable and command[1] in ("-m", "-c")
-        with ExitStack() as theirs:
-            streams = [_stream(given, number, text, theirs) for number, given in enumerate((stdin, stdout, stderr))]
+        with ExitStack() as stack:
+            streams = [_stream(given, number, text, stack) for number, given in enumerate((stdin, stdout, stderr))]
             program = _Program(
                 list(command[1:]),
                 dict(os.environ if env is None else env),
@@ -155,15 +155,15 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _stream(given: Stream, number: int, text: bool, theirs: ExitStack) -> tuple[Any, int]:
+def _stream(given: Stream, number: int, text: bool, stack: ExitStack) -> tuple[Any, int]:
     """Of a standard stream: our end of a pipe, or None, and the descriptor that the process gets a copy of."""
     if given == subprocess.PIPE:
         read, write = os.pipe()
         ours, other, mode = (write, read, "w") if number == 0 else (read, write, "r")
-        theirs.callback(os.close, other)
+        stack.callback(os.close, other)
         return (open(ours, mode) if text else open(ours, f"{mode}b")), other
     if given == subprocess.DEVNULL:
-        return None, theirs.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+        return None, stack.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
     if given is None:
         return None, number
     return None, given if isinstance(given, int) else given.fileno()

@@ -29,7 +29,7 @@ def check(inputs: list[list[int]], result: EmbedResult, dimensions: int = 0, *, 
 def test_ids_and_text_are_embedded_through_a_worker_s_death(processes: Processes, tmp_path: Path) -> None:
     crash = {"kind": "crash", "at_batch": 8}
     config = sim_pool(tmp_path, options={**OPTIONS, "faults": [crash]})
-    # Workers die whatever they run: a request that runs alone in that moment, again and again, is not the cause.
+    # Workers die with any batch: a request that runs alone at that moment, also several times, is not the cause.
     restart = msgspec.structs.replace(config.restart, max_attempts=1000)
     daemon = ForkedDaemon(processes, msgspec.structs.replace(config, restart=restart))
 
