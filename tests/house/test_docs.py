@@ -19,6 +19,7 @@ from enginepool.config_loader import load_config
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.house import markdown
 from tests.house.markdown import Block
+from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,19 @@ def lay_out(name: str, folder: Path, listen: str = "") -> None:
             (folder / block.value).write_text(f'listen = "{listen}"\n' * bool(open_pool) + block.text, "utf-8")
 
 
+#: The page whose program is started as a reader starts it. The others run in processes that have imported what they need.
+AS_USERS_RUN_IT = "docs/scoring.md"
+
+
+def run_forked(processes: Processes, program: Path, folder: Path, preloaded: str) -> None:
+    """Run a program as `run` does."""
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        process = ForkedProcess(file_command(program), preloaded, cwd=folder, stdout=file, stderr=file, start_new_session=True)
+        status = processes.keep(process).wait(240)
+    assert status == 0, f"{program}\n{output.read_text('utf-8', 'replace')}"
+
+
 def run(processes: Processes, command: list[str], folder: Path, **variables: str) -> None:
     """Run in a folder and a process group of its own, with this environment's commands first on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -102,7 +116,11 @@ def test_a_program_on_a_page_runs(processes: Processes, name: str, block: Block,
     if block.key == "model":
         make_tiny_model(tmp_path / block.value, "reward")
     (tmp_path / "program.py").write_text(block.text, "utf-8")
-    run(processes, [sys.executable, "program.py"], tmp_path)
+    if name == AS_USERS_RUN_IT:
+        run(processes, [sys.executable, "program.py"], tmp_path)
+    else:
+        preloaded = "tests.engine.preloaded" if block.key == "model" else "tests.process.preloaded"
+        run_forked(processes, tmp_path / "program.py", tmp_path, preloaded)
 
 
 @pytest.mark.parametrize(("name", "block"), named(blocks_in("toml")))

@@ -2,7 +2,7 @@
 a stager torch for one second, an engine SGLang in each of its three processes for seven.
 
     server          has imported everything (`preloaded`), and runs nothing; multiprocessing's fork server
-      coordinator   of `ForkedDaemon`
+      coordinator   of `ForkedDaemon`; or a program that embeds a pool, whose coordinator its template forks
         template    forks for the coordinator, and does nothing else
         worker      child of the coordinator, which adopted it; SGLang forks its own processes from it
         stager      likewise
@@ -29,6 +29,7 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from enginepool.host.child_process import ChildProcess
@@ -37,6 +38,8 @@ from tests.process.daemons import Daemon
 
 #: the module that a coordinator's process runs
 COORDINATOR = "enginepool.coordinator.shell.daemon"
+#: the code of a process that runs a file
+RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 #: as `subprocess.Popen` takes a standard stream
 Stream = int | IO[Any] | None
 #: descriptors of a process that was just forked are lower
@@ -79,6 +82,11 @@ def _forget_handlers() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def file_command(file: Path) -> list[str]:
+    """What `ForkedProcess` takes for `python FILE`."""
+    return [sys.executable, "-c", RUN_FILE, str(file)]
+
+
 class ForkedDaemon(Daemon):
     """A coordinator process whose workers and stagers are forked, too."""
 
@@ -96,7 +104,7 @@ class ForkedDaemon(Daemon):
 class ForkedProcess:
     """A forked process in place of a `subprocess.Popen` of Python. Those options and methods are there that tests use.
 
-    What a coordinator or `enginepool worker` starts is forked, too.
+    What a coordinator, `enginepool worker` or a program of `file_command` starts is forked, too.
     """
 
     def __init__(
@@ -210,15 +218,15 @@ class _Program:
         if self.prepare is not None:
             self.prepare()
         option, what, *arguments = self.arguments
-        if what == COORDINATOR or arguments[:1] == ["worker"]:
+        if what in (COORDINATOR, RUN_FILE) or arguments[:1] == ["worker"]:
             _fork_what_is_started()
         sys.argv = [option, *arguments]
         _run(option, what)
 
 
 def _fork_what_is_started() -> None:
-    """By this process, which has no threads yet: its workers and stagers."""
-    template = Template()
+    """By this process, which has no threads yet: its coordinator, workers and stagers."""
+    template, spawn = Template(), ChildProcess.start
 
     class Adopted:
         """In place of the Popen of a child."""
@@ -229,11 +237,12 @@ def _fork_what_is_started() -> None:
         def wait(self) -> int:
             return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
-    def start(
-        command: Sequence[str], environment: Mapping[str, str], *, log: IO[bytes] | None = None, lifeline: int | None = None
-    ) -> ChildProcess:
+    def start(command: Sequence[str], environment: Mapping[str, str], **options: Any) -> ChildProcess:
         assert command[:2] == (sys.executable, "-m")
-        pid = template.fork(command[2], environment, log.fileno() if log else 2, lifeline)
+        if options.get("prepare"):  # another process cannot call it
+            return spawn(command, environment, **options)
+        log = options.get("log")
+        pid = template.fork(command[2], environment, log.fileno() if log else 2, options.get("lifeline"))
         adopted: Any = Adopted(pid)
         return ChildProcess(pid, adopted)
 
@@ -242,7 +251,7 @@ def _fork_what_is_started() -> None:
 
 
 class Template:
-    """The process of a coordinator that forks workers and stagers for it. It is forked before the coordinator has threads."""
+    """The process that forks children for another one, which has no threads when it makes it."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -265,7 +274,7 @@ class Template:
 
 
 def _serve(requests: socket.socket) -> NoReturn:
-    """Fork what the coordinator asks for, until it has ended."""
+    """Fork what the other process asks for, until it has ended."""
     with open(os.devnull, "r+b", buffering=0) as nothing:
         for number in (1, 2):  # the log of the coordinator ends with the coordinator
             os.dup2(nothing.fileno(), number)
@@ -294,13 +303,13 @@ def _serve(requests: socket.socket) -> NoReturn:
 def _work(
     module: str, environment: dict[str, str], folder: str, number: int | None, log: int, lifeline: int | None = None
 ) -> NoReturn:
-    """A worker or a stager, as `ChildProcess.start` makes it. `number`: what its configuration calls the lifeline."""
+    """A process as `ChildProcess.start` makes it. `number`: what its configuration calls the lifeline."""
     os.setsid()
     if number is not None and lifeline is not None and lifeline != number:
         log = os.dup(log)
         os.dup2(lifeline, number)
     become(environment, folder, log)
-    fork_what_sglang_spawns()
+    (_fork_what_is_started if module == COORDINATOR else fork_what_sglang_spawns)()
     _run("-m", module)
 
 
