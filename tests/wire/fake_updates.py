@@ -53,10 +53,9 @@ class Receiver:
         return self.read()["sums"]
 
     def end(self) -> None:
-        """End it in any state, stopped or not."""
+        """End it in any state, stopped or not. Its connection closes with the last reference: another thread may read it."""
         self.process.kill()
         self.process.join()
-        self._orders.close()
 
 
 class FakeUpdates:
@@ -184,26 +183,28 @@ class FakeUpdates:
         """Bring all receivers through one update."""
         if self._renewing is not None:
             self._renewing.join()
-        group = f"{publish.peer}-{len(self.receivers)}"
-        self._write(Join(group, len(self.receivers) + 1, id=publish.id))
+        receivers = list(self.receivers)  # the test may replace them, and this thread reads no words of their successors
+        group = f"{publish.peer}-{len(receivers)}"
+        self._write(Join(group, len(receivers) + 1, id=publish.id))
         if group != self._group:
-            for rank, receiver in enumerate(self.receivers, 1):
-                receiver.tell(address=publish.address, name=group, world=len(self.receivers) + 1, rank=rank)
-            if self._failed(publish, [receiver.read() for receiver in self.receivers]):
+            for rank, receiver in enumerate(receivers, 1):
+                receiver.tell(address=publish.address, name=group, world=len(receivers) + 1, rank=rank)
+            if self._failed(publish, [receiver.read() for receiver in receivers]):
                 return
             self._group = group
         self.joined.set()
         assert self.may_transfer.wait(PATIENCE_S)
-        for receiver in self.receivers:
+        for receiver in receivers:
             receiver.tell(manifest=manifest, bucket_bytes=publish.bucket_bytes)
-        self._write(Phase(publish.id, "transfer", len(self.receivers), 0))
-        self._all_staged(publish, [receiver.read() for receiver in self.receivers])
+        self._write(Phase(publish.id, "transfer", len(receivers), 0))
+        self._all_staged(publish, [receiver.read() for receiver in receivers])
 
     def _look(self, publish: Publish, sent: Sent) -> None:
         """Have all receivers open what is lent."""
-        for receiver in self.receivers:
+        receivers = list(self.receivers)
+        for receiver in receivers:
             receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.regions[0]))
-        self._all_staged(publish, [receiver.read() for receiver in self.receivers])
+        self._all_staged(publish, [receiver.read() for receiver in receivers])
 
     def _all_staged(self, publish: Publish, said: list[dict[str, Any]]) -> None:
         if not self._failed(publish, said):
