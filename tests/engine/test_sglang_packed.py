@@ -1,8 +1,6 @@
 """Packed batches as SGLang takes and answers them, in recorded shapes; the models for which packing is wrong. No SGLang."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from enginepool.workers.sglang.operations.score import HeadScores, LabelScores
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
 from enginepool.workers.sglang.score.prompts import packed_prompts
 from enginepool.workers.sglang.score.scoring import DELIMITER, EngineScoring
+from tests.engine.forked import run_code
 
 
 def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> RowPart:
@@ -225,11 +224,6 @@ def test_queries_of_an_encoder_are_not_cached(config: dict[str, Any]) -> None:
 
 
 REAL = """
-import os, sys, warnings
-warnings.simplefilter("ignore")
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-from enginepool.workers import cpu_bridge
-cpu_bridge.install()
 import numpy as np
 from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
 from sglang.srt.managers import io_struct
@@ -264,5 +258,5 @@ for operation in (LabelScores(), HeadScores()):
 
 @pytest.mark.engine
 def test_the_installed_sglang_reads_packed_requests_as_they_are_meant() -> None:
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    status, said = run_code(REAL)
+    assert status == 0, said

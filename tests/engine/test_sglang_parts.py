@@ -34,6 +34,7 @@ from enginepool.workers.sglang.patches.scheduler import (
 )
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.outputs import forward_count, refuse_aborted
+from tests.engine.forked import run_code
 
 # --- read-out ----------------------------------------------------------------------------------------------------------
 
@@ -544,8 +545,6 @@ def test_a_ticket_reaches_the_loader_of_a_model_whose_updates_sglang_refuses(tmp
     """In a process of its own: it changes SGLang's class for good."""
     code = """
 import sys
-from enginepool.workers import cpu_bridge
-cpu_bridge.install()
 import msgspec, torch
 from sglang.srt.model_executor.model_runner_components import weight_updater as module
 from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
@@ -563,6 +562,6 @@ assert updater.update_weights_from_tensor(ticket, load_format=LOADER) == (True, 
 assert updater.update_weights_from_tensor([], load_format="direct") == (False, "a cache is on")
 """
     answer = tmp_path / "answer"
-    done = subprocess.run([sys.executable, "-c", code, str(answer)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    status, said = run_code(code, str(answer))
+    assert status == 0, said
     assert msgspec.msgpack.decode(answer.read_bytes()) == {"refused": "SGLang refuses: a cache is on"}

@@ -1,6 +1,5 @@
 """What an engine of several ranks does otherwise than SGLang: its ranks exchange logits by NCCL, and by nothing else."""
 
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from enginepool.workers.sglang.patches.scheduler import gather_logits_by_nccl
+from tests.engine.forked import run_code
 
 
 class Gatherer:
@@ -46,10 +46,6 @@ def test_a_version_that_gathers_otherwise_is_left_alone(processor: Any) -> None:
 def test_the_installed_sglang_is_told_so() -> None:
     """In a process of its own: what is changed there stays."""
     code = """
-import os
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-from enginepool.workers import cpu_bridge
-cpu_bridge.install()
 from sglang.srt.layers import logits_processor
 from enginepool.workers.sglang.patches.scheduler import gather_logits_by_nccl
 gatherer = logits_processor.triton_symm_mem_ag.MultimemAllGatherer
@@ -61,8 +57,8 @@ gather_logits_by_nccl(logits_processor.LogitsProcessor)
 gatherer(max_tokens=1)
 print("changed")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    status, said = run_code(code)
+    assert status == 0, said
     # As it is, it looks for its group of ranks; and then it has no use for one.
-    unchanged, changed = done.stdout.splitlines()
+    unchanged, changed = said.splitlines()
     assert unchanged.startswith("unchanged: ") and changed == "changed"

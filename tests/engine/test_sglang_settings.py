@@ -1,8 +1,5 @@
 """What SGLang is started with, what is refused, and the budgets inside which no batch is ever cut."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from enginepool.workers.sglang.host.settings import (
     refuse_impossible,
     reserved,
 )
+from tests.engine.forked import run_code
 
 KNOWN = {
     "attention_backend",
@@ -367,18 +365,15 @@ def test_a_packed_worker_keeps_no_queries() -> None:
 def test_the_settings_that_are_read_from_its_source_are_those_that_sglang_takes() -> None:
     """`enginepool serve` asks the source, the worker asks the class."""
     code = (
-        "from enginepool.workers import cpu_bridge, options\n"
+        "from enginepool.workers import options\n"
         "from enginepool.workers.sglang.host import build\n"
-        "cpu_bridge.install()\n"
         "from sglang.srt.server_args import ServerArgs\n"
         "takes = build._setting_names(ServerArgs)\n"
         "print(len(takes) > 100, sorted(takes - options.sglang_settings()))"
     )
-    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=environment
-    )
-    assert done.stdout.splitlines()[-1] == "True []"
+    status, said = run_code(code)
+    assert status == 0, said
+    assert said.splitlines()[-1] == "True []"
 
 
 @pytest.mark.parametrize(

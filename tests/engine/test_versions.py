@@ -11,6 +11,7 @@ import pytest
 
 from enginepool.cli.doctor_checks import SGLANG_NEWEST, SGLANG_OLDEST
 from enginepool.workers.sglang.patches.table import TESTED
+from tests.engine.forked import run_code
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_scores import declared
@@ -43,9 +44,6 @@ def test_the_engine_is_of_the_version_that_is_meant(causal: HostedEngine) -> Non
 
 CHANGED = """
 import asyncio, sys
-import psutil
-from enginepool.workers import cpu_bridge
-cpu_bridge.install()
 from sglang.srt.managers.scheduler import Scheduler
 Scheduler.is_disable_overlap_for_batch = lambda self, batch: False
 from enginepool.workers.engine import EngineUnusable
@@ -67,14 +65,9 @@ asyncio.run(start())
 def test_an_sglang_with_another_signature_is_refused_for_good_before_the_model_loads(models: Models, tmp_path: Path) -> None:
     """The folder has no weights: the load would fail with another reason."""
     (tmp_path / "config.json").write_bytes((models.causal / "config.json").read_bytes())
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", CHANGED, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "Scheduler.is_disable_overlap_for_batch(self, batch) has another signature than (self, batch, last_batch)"
-        in done.stdout
-    )
+    status, said = run_code(CHANGED, str(tmp_path))
+    assert status == 0, said
+    assert "Scheduler.is_disable_overlap_for_batch(self, batch) has another signature than (self, batch, last_batch)" in said
 
 
 @pytest.mark.engine

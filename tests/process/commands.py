@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from enginepool.cli import doctor_checks
 from enginepool.cli.main import app
 from tests.process.processes import Processes
 
@@ -22,6 +23,15 @@ def call(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, st
     """Run a command in this process: exit code, stdout, stderr."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, prog_name="enginepool")
     return result.exit_code, result.stdout, result.stderr
+
+
+def import_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the doctor take what is installed for good: importing SGLang takes it five seconds."""
+
+    def probe(_: object) -> doctor_checks.Probe:
+        return doctor_checks.Probe()
+
+    monkeypatch.setattr(doctor_checks, "probe", probe)
 
 
 def start(processes: Processes, *arguments: object) -> subprocess.Popen[str]:

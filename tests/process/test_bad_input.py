@@ -27,7 +27,7 @@ from enginepool.errors import ConfigError
 from enginepool.host.restart_policy import HOST_FAULT
 from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport
 from enginepool.workers.sim.scores import expected_scores
-from tests.process.commands import call
+from tests.process.commands import call, import_nothing
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
@@ -335,6 +335,7 @@ def test_without_a_home_the_state_directory_has_to_be_named(tmp_path: Path, monk
     config = msgspec.structs.replace(sim_pool(tmp_path, workers=0), state_dir=PoolConfig(groups={}).state_dir)
     with pytest.raises(ConfigError, match=r"state_dir = '~/\.local/state/enginepool': "):
         run(config)
+    import_nothing(monkeypatch)
     code, out, _ = call("doctor")
     assert code == 1
     assert "state directory" in out and "set state_dir" in out

@@ -18,7 +18,7 @@ from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.config_loader import load_config
 from enginepool.net.address import default_address
-from tests.process.commands import LIMIT_S, ROOT, call
+from tests.process.commands import LIMIT_S, ROOT, call, import_nothing
 
 
 def without(*names: str) -> Callable[[str], str | None]:
@@ -288,6 +288,7 @@ def test_doctor_says_for_each_use_whether_it_can_run_here() -> None:
 
 
 def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_nothing(monkeypatch)
     monkeypatch.setattr(examination, "find_spec", without("torch", "sglang"))
     code, out, _ = call("doctor")
     assert code == 0
