@@ -1,11 +1,14 @@
-"""The example that needs the real engine runs, and teaches its model what it says."""
+"""What needs the real engine of the examples and of the programs on pages runs; the example teaches its model what it says."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from enginepool.cli.tiny_model_files import make_tiny_model
 from tests.engine.forked import PRELOADED
+from tests.house.markdown import Block
+from tests.house.test_docs import lay_out, programs, run_forked
 from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
 
@@ -24,3 +27,13 @@ def test_the_example_of_new_weights_teaches_its_model_to_prefer_a_token(processe
     found = re.search(r"the good token was at (\d\.\d+), and is at (\d\.\d+)", said)
     assert found is not None and float(found[1]) <= float(found[2]), said
     assert " better, " in said
+
+
+@pytest.mark.parametrize(("name", "block"), programs(model=True))
+def test_a_program_on_a_page_runs_on_a_real_model(processes: Processes, name: str, block: Block, tmp_path: Path) -> None:
+    """The comment before it names the model, in place of which a tiny one is made."""
+    lay_out(name, tmp_path)
+    make_tiny_model(tmp_path / block.value, "reward")
+    program = tmp_path / "program.py"
+    program.write_text(block.text, "utf-8")
+    run_forked(processes, file_command(program), tmp_path, PRELOADED)

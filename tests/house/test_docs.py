@@ -14,7 +14,6 @@ from typing import get_type_hints
 
 import pytest
 
-from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config_loader import load_config
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.house import markdown
@@ -82,13 +81,31 @@ def lay_out(name: str, folder: Path, listen: str = "") -> None:
 AS_USERS_RUN_IT = "docs/scoring.md"
 
 
-def run_forked(processes: Processes, program: Path, folder: Path, preloaded: str) -> None:
-    """Run a program as `run` does."""
+#: Starts the ranks of a trainer by `fork`, and what a rank starts is forked, too.
+FORKS_RANKS = """
+import runpy, sys
+import torch.multiprocessing
+from tests.process import forking
+
+def spawn(main, args, nprocs):
+    def rank(number, *args):
+        forking.fork_what_is_started()
+        main(number, *args)
+
+    torch.multiprocessing.start_processes(rank, args, nprocs, start_method="fork")
+
+torch.multiprocessing.spawn = spawn
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run_forked(processes: Processes, command: list[str], folder: Path, preloaded: str = "tests.process.preloaded") -> None:
+    """Run a command as `run` does."""
     output = folder / "output.txt"
     with output.open("wb") as file:
-        process = ForkedProcess(file_command(program), preloaded, cwd=folder, stdout=file, stderr=file, start_new_session=True)
+        process = ForkedProcess(command, preloaded, cwd=folder, stdout=file, stderr=file, start_new_session=True)
         status = processes.keep(process).wait(240)
-    assert status == 0, f"{program}\n{output.read_text('utf-8', 'replace')}"
+    assert status == 0, f"{command[-1]}\n{output.read_text('utf-8', 'replace')}"
 
 
 def run(processes: Processes, command: list[str], folder: Path, **variables: str) -> None:
@@ -105,22 +122,25 @@ def run(processes: Processes, command: list[str], folder: Path, **variables: str
     assert status == 0, f"{command[-1]}\n{output.read_text('utf-8', 'replace')}"
 
 
-@pytest.mark.parametrize(("name", "block"), named(blocks_in("python")))
+def programs(*, model: bool) -> list[object]:
+    """The programs on pages, those that load a real model or the others."""
+    return named([(name, block) for name, block in blocks_in("python") if (block.key == "model") == model])
+
+
+@pytest.mark.parametrize(("name", "block"), programs(model=False))
 def test_a_program_on_a_page_runs(processes: Processes, name: str, block: Block, tmp_path: Path) -> None:
-    """One that needs a GPU or a pool that runs already is only parsed, and its page says why in a comment."""
+    """One that needs a GPU or a pool that runs already is only parsed, and its page says why in a comment. Those that load a
+    real model run in `tests/engine/test_examples.py`."""
     compile(block.text, f"{name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if block.key == "only parsed":
         assert block.value, f"{name}:{block.line}: only parsed, and no reason given"
         return
     lay_out(name, tmp_path)
-    if block.key == "model":
-        make_tiny_model(tmp_path / block.value, "reward")
     (tmp_path / "program.py").write_text(block.text, "utf-8")
     if name == AS_USERS_RUN_IT:
         run(processes, [sys.executable, "program.py"], tmp_path)
     else:
-        preloaded = "tests.engine.preloaded" if block.key == "model" else "tests.process.preloaded"
-        run_forked(processes, tmp_path / "program.py", tmp_path, preloaded)
+        run_forked(processes, file_command(tmp_path / "program.py"), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "block"), named(blocks_in("toml")))
@@ -137,7 +157,8 @@ def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None
 
 
 def test_the_example_of_a_trainer_of_several_ranks_runs(processes: Processes, tmp_path: Path) -> None:
-    run(processes, [sys.executable, str(ROOT / "examples" / "trainer_ranks.py")], tmp_path, PYTHONPATH=str(ROOT))
+    example = ROOT / "examples" / "trainer_ranks.py"
+    run_forked(processes, [sys.executable, "-c", FORKS_RANKS, str(example)], tmp_path)
     assert "version 3 on 2 workers, 1024 bytes\n" in (tmp_path / "output.txt").read_text("utf-8")
 
 

@@ -219,12 +219,12 @@ class _Program:
             self.prepare()
         option, what, *arguments = self.arguments
         if what in (COORDINATOR, RUN_FILE) or arguments[:1] == ["worker"]:
-            _fork_what_is_started()
+            fork_what_is_started()
         sys.argv = [option, *arguments]
         _run(option, what)
 
 
-def _fork_what_is_started() -> None:
+def fork_what_is_started() -> None:
     """By this process, which has no threads yet: its coordinator, workers and stagers."""
     template, spawn = Template(), ChildProcess.start
 
@@ -309,7 +309,7 @@ def _work(
         log = os.dup(log)
         os.dup2(lifeline, number)
     become(environment, folder, log)
-    (_fork_what_is_started if module == COORDINATOR else fork_what_sglang_spawns)()
+    (fork_what_is_started if module == COORDINATOR else fork_what_sglang_spawns)()
     _run("-m", module)
 
 
