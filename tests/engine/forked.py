@@ -1,6 +1,6 @@
 """Engines and pools whose processes are forked from one that has imported SGLang. Each would import it for seven seconds.
 
-`test_sglang_whole_life.py` and `test_hub.py` start their engines as users do.
+`test_sglang_whole_life.py`, and the test of `test_pool.py` that limits memory, start their engines as users do.
 """
 
 import sys

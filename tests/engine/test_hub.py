@@ -15,7 +15,7 @@ from enginepool import Pool
 from enginepool.config import GroupConfig, PoolConfig, RestartConfig
 from enginepool.errors import PoolDown
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes
-from tests.process.daemons import Daemon
+from tests.engine.forked import ForkedDaemon
 from tests.process.processes import Processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -102,7 +102,7 @@ def test_a_name_that_the_hub_does_not_know_is_not_tried_again(
     processes: Processes, config: PoolConfig, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub)
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
 
     async def answer() -> str:
         async with Pool.connect(daemon.address) as pool:
@@ -120,7 +120,7 @@ def test_a_hub_that_is_not_reached_is_asked_again(
     processes: Processes, config: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     assert f"{NAME}We couldn't connect" in daemon.wait_for("ended", START_S)
     daemon.wait_for("starting worker", START_S)
     assert daemon.end() == 0

@@ -317,6 +317,8 @@ def become(environment: Mapping[str, str], folder: str = "", log: int | None = N
     """Take what a process has that is started."""
     os.environ.clear()
     os.environ.update(environment)
+    if read := sys.modules.get("huggingface_hub.constants"):  # which reads the environment when it is imported
+        importlib.reload(read)
     if folder:
         os.chdir(folder)
     if log is not None:
