@@ -23,6 +23,8 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "hello": "client",
     "score": "client",
     "embed": "client",
+    "generate": "client",
+    "credit": "client",
     "cancel": "client",
     "ack": "client",
     "goodbye": "client",

@@ -7,13 +7,13 @@ The worker's loop owns an engine for the whole life of the process: `start` once
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
-from enginepool.protocol.messages import Capabilities, Part
+from enginepool.protocol.messages import Capabilities, Part, Sampling
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 
@@ -118,6 +118,37 @@ class RowBatch:
     priority: int = 0
     hidden: bool = False
     operation: str = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTask:
+    """A prompt to continue. prompt: int32 [tokens]; n: sequences; priority: larger runs first, where the engine has to choose.
+
+    sampling: `max_new_tokens` counts from the end of the prompt. logprobs: each token has the logarithm of its probability.
+    """
+
+    prompt: Ids
+    sampling: Sampling
+    n: int = 1
+    logprobs: bool = False
+    priority: int = 0
+
+
+class NewTokens(NamedTuple):
+    """Tokens that continue a sequence of a task. `logprobs`: one for each token, or none.
+
+    reason: "" while the sequence goes on; "stop", with the token id or the text in `matched`, or "length" with its last tokens.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] = ()
+    reason: Literal["", "stop", "length"] = ""
+    matched: int | str | None = None
+
+
+#: Called by `generate` with new tokens, at most once for each sequence and step of the engine.
+Emit = Callable[[NewTokens], None]
 
 
 #: The frames that answer a part, by name: float32, with a row for each of its rows. The operation says which they are.
@@ -275,6 +306,14 @@ class Engine(Protocol):
 
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. Raises EngineError when the whole batch is refused, EngineDied when the engine is lost."""
+        ...
+
+    async def generate(self, task: GenerationTask, emit: Emit) -> None:
+        """Continue a prompt until each of its sequences has ended; tokens go to `emit` as they come.
+
+        When this call is cancelled, the engine drops the task within one step, and the call ends once it has. Raises
+        EngineError when the task is refused or failed, EngineDied when the engine is lost.
+        """
         ...
 
     async def flush(self) -> None:

@@ -12,6 +12,7 @@ from enginepool.protocol.capabilities import Capabilities as Capabilities
 from enginepool.protocol.capabilities import Kind as Kind
 from enginepool.protocol.messages.control import *
 from enginepool.protocol.messages.embed import *
+from enginepool.protocol.messages.generate import *
 from enginepool.protocol.messages.link import *
 from enginepool.protocol.messages.requests import *
 from enginepool.protocol.messages.status import *
@@ -23,13 +24,15 @@ from enginepool.protocol.messages.weights import *
 RowRequest = Score | Embed
 
 FromClient = (
-    Hello | Score | Embed | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
-    | InspectWeights | Control | Ping | Pong
+    Hello | Score | Embed | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
+    | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | Ping | Pong
 )  # fmt: skip
 
 ToClient = (
     Welcome
     | Result
+    | Tokens
+    | Generated
     | ErrorReply
     | StatusReport
     | Join
@@ -43,7 +46,7 @@ ToClient = (
 )
 
 FromWorker = (
-    Register | GetSettings | Stage | Ready | Idle | Done | Tokenized | Exiting
+    Register | GetSettings | Stage | Ready | Idle | Done | Progress | Tokenized | Exiting
     | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | ErrorReply | Ping | Pong
 )  # fmt: skip
 
@@ -52,6 +55,8 @@ ToWorker = (
     | WorkerSettings
     | Expired
     | Batch
+    | StartGeneration
+    | StopGeneration
     | Tokenize
     | Drain
     | Prepare

@@ -29,9 +29,11 @@ from enginepool.coordinator.scheduling.cost_model import (
 )
 from enginepool.coordinator.scheduling.lanes import AWAY
 from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.streams import place
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import JOURNAL, PHASES, RESTART, Update
+from tests.core.generation_invariants import check_generation
 
 
 def check_machine(machine: Machine) -> None:
@@ -162,6 +164,8 @@ def check_request(request: Request) -> None:
         request.back,
     )
     assert request.left > 0, request
+    if request.generation is not None:
+        check_generation(request)
     assert request.classes in (PLAIN, PACKED, PLAIN | PACKED), (request, request.classes)
     if state == RUNNING:
         assert request.flying == request.left and not waiting, request
@@ -278,7 +282,10 @@ def _still_blocked(core: Context, group: Group) -> bool:
     lane, worker = group.queue.head(PLAIN), group.routing.least()
     if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
         return False
-    return worker is None or fill(core, group.queue, lane, worker) is None
+    if worker is None:
+        return True
+    assert lane.head is not None
+    return (fill if lane.head.generation is None else place)(core, group.queue, lane, worker) is None
 
 
 def _check_heap(heap: list[Any]) -> None:

@@ -13,7 +13,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages import ErrorReply, Exiting, FrameSpec, Idle, Ready, Stage
+from enginepool.protocol.messages import ErrorReply, Exiting, FrameSpec, Idle, Ready, Stage, Step
 from enginepool.protocol.messages.control import Commanded, Control
 from enginepool.protocol.messages.weight_reports import Inspected, InspectWeights, UpdateRecord
 from enginepool.protocol.messages.weights import (
@@ -115,6 +115,14 @@ class CancelAsked(Event):
 
     link: Link
     id: int
+
+
+class CreditGiven(Event):
+    """A client has taken so many tokens of stream `id` since it began."""
+
+    link: Link
+    id: int
+    taken: int
 
 
 class Acked(Event):
@@ -241,6 +249,17 @@ class BatchDone(Event):
     version: int
     forwards: int
     run_us: int
+
+
+class TokensGenerated(Event):
+    """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none)."""
+
+    link: Link
+    epoch: int
+    version: int
+    steps: Sequence[Step]
+    tokens: memoryview
+    logprobs: memoryview
 
 
 class TextTokenized(Event):

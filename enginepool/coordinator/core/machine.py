@@ -30,6 +30,7 @@ from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.streams import credit
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
@@ -77,6 +78,7 @@ class Machine:
             ev.Submit: admission.submit,
             ev.CancelAsked: requests.cancel,
             ev.Acked: requests.acked,
+            ev.CreditGiven: lambda e: credit(requests, e),
             ev.Heard: clients.heard,
             ev.ClientLeft: clients.left,
             ev.LinkCut: clients.link_cut,
@@ -86,6 +88,7 @@ class Machine:
             ev.SettingsAsked: registration.settings,
             ev.WorkerSaid: self._worker_said,
             ev.BatchDone: reports.done,
+            ev.TokensGenerated: reports.generated,
             ev.TextTokenized: reports.tokenized,
             ev.WorkerHeard: reports.heard,
             ev.WorkerBroken: fleet.broken,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
+from enginepool.coordinator.core.generation import Generation
 from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
@@ -59,7 +60,7 @@ class Request:
 
     __slots__ = (
         "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "flying",
-        "forwards", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces",
+        "forwards", "generation", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces",
         "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
@@ -112,6 +113,12 @@ class Request:
         self.lane: Holder | None = None
         #: it runs once this version, or a later one, is committed
         self.min_version = asked.min_version
+        #: the sequences of a request to generate: its rows
+        self.generation: Generation | None = None
+        if work.operation.streams:
+            self.generation = generation = Generation(work)
+            self.next, self.back = work.rows, generation.unfinished(0, work.rows)
+            self.left = sum(end - start for start, end in self.back)
 
     @property
     def queue(self) -> "Queue[Request] | VersionQueue[Request]":

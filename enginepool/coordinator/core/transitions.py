@@ -197,6 +197,18 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
     core.wake(worker.group)
 
 
+def shrink_batch(core: Context, batch: RunningBatch, cost: int) -> None:
+    """One sequence of a task has ended, which cost so much: its slot is free. The task has others."""
+    worker = batch.worker
+    batch.rows -= 1
+    batch.cost -= cost
+    worker.rows -= 1
+    worker.cost -= cost
+    if worker.stamp:
+        worker.routing.moved(worker)
+    core.wake(worker.group)
+
+
 def start_text(worker: Worker, task: TaskId, request: Request, due: float) -> None:
     """A worker is given a text to tokenize."""
     worker.texts[task] = (request, due)

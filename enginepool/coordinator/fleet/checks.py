@@ -90,6 +90,8 @@ def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
     assert can is not None
     if not 0 <= e.forwards <= MAX_FORWARDS:
         return f"answered forwards = {e.forwards}; 0..{MAX_FORWARDS}"
+    if batch.slices[0][0].generation is not None:
+        return "answered a generation as a batch of rows"
     if len(e.outcomes) != len(batch.slices):
         return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
     for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):

@@ -69,6 +69,8 @@ class Registration:
         core.worker_links[e.link] = worker
         orphan_s = core.config.timing.orphan_s
         core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings)))
+        # Tokens that were on their way are lost with the old link.
+        self.workers.recall_streams(worker)
         # Batches that were sent on the old link may be lost, so they are sent again. The worker runs a batch id once.
         for batch in worker.batches.values():
             post_batch(core, batch)

@@ -8,7 +8,7 @@ from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, en
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
-from enginepool.coordinator.requests import texts
+from enginepool.coordinator.requests import streams, texts
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
@@ -116,6 +116,19 @@ class WorkerReports:
         if worker.pace is not None:
             worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
         self.requests.outcome(batch, e)
+
+    def generated(self, e: ev.TokensGenerated) -> None:
+        """A worker generated tokens: it makes progress, and so the oldest of its tasks has more time."""
+        worker = self.workers.of(e.link)
+        if worker is None:
+            return
+        if wrong := streams.generated(self.requests, worker, e):
+            self.workers.lose(worker, wrong, kill=True)
+            return
+        for oldest in worker.batches.values():
+            allowed = self.core.config.timing.forward_s
+            oldest.deadline, oldest.late = e.now + allowed, e.now + allowed / 2
+            break
 
     def tokenized(self, e: ev.TextTokenized) -> None:
         """A worker answered a tokenizing task."""

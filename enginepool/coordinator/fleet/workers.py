@@ -21,6 +21,7 @@ from enginepool.coordinator.core.transitions import end_batch, end_text, lose_wo
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.streams import stop_tasks
 from enginepool.coordinator.requests.texts import texts_lost
 from enginepool.coordinator.scheduling.oom_backoff import halve
 from enginepool.protocol.messages import Drain, ErrorReply, Exiting, Expired
@@ -71,6 +72,7 @@ class WorkerRegistry:
         Returns the requests that the worker had, and whether each of them ran alone there.
         """
         found: list[tuple[Request, bool]] = []
+        self.recall_streams(worker)
         for batch in list(worker.batches.values()):
             found += [(request, batch.trial) for request, _, _ in batch.slices]
             end_batch(self.core, batch)
@@ -83,6 +85,14 @@ class WorkerRegistry:
                 found.append((text, alone))
                 put_text_back(text)
         return found
+
+    def recall_streams(self, worker: Worker) -> None:
+        """Take back all sequences from a worker, which stops them. They go on elsewhere, or there, after their last token."""
+        tasks = [batch for batch in worker.batches.values() if batch.slices[0][0].generation is not None]
+        for batch in tasks:
+            end_batch(self.core, batch)
+            self.requests.returned(batch)
+        stop_tasks(self.core, tasks)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 

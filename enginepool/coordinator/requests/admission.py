@@ -16,9 +16,12 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
+from enginepool.coordinator.requests.streams import answer as answer_generation
+from enginepool.coordinator.requests.streams import sent_again
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.messages import ErrorReply
@@ -117,6 +120,8 @@ class Admission:
             core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
+        elif live is not None and isinstance(e.work, GenerateWork):
+            sent_again(core, live, e.work)
         return True
 
     def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
@@ -151,7 +156,9 @@ class Admission:
             group.peak, group.peak_at = e.priority, core.now
         if e.deadline is not None:
             core.deadlines.add(request, e.deadline)
-        if work.text:
+        if not request.left:
+            answer_generation(self.requests, request)  # its client has every token, and not the answer
+        elif work.text:
             request.queue.push(request)
         else:
             queue = group.version_queue if e.min_version > group.version else group.queue

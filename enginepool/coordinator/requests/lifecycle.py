@@ -12,6 +12,7 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
+from enginepool.coordinator.requests.streams import interrupted, stop
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage
@@ -111,9 +112,15 @@ class RequestLifecycle:
         request.queue.push(request)
 
     def lost(self, batch: RunningBatch, reason: str) -> None:
-        """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on."""
+        """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on. A generation does so only
+        after a second loss."""
         for request, start, end in batch.slices:
             if request.state == DONE:
+                continue
+            if request.generation is not None:
+                interrupted(self, batch, lost=True)
+                if batch.trial and request.state != DONE:
+                    self.died_alone(request, reason)
                 continue
             request.flying -= end - start
             request.suspect = True
@@ -124,7 +131,9 @@ class RequestLifecycle:
     def returned(self, batch: RunningBatch) -> None:
         """A worker did not take a batch: its rows wait again, and no request becomes a suspect."""
         for request, start, end in batch.slices:
-            if request.state != DONE:
+            if request.generation is not None and request.state != DONE:
+                interrupted(self, batch, lost=False)
+            elif request.state != DONE:
                 request.flying -= end - start
                 self.put_back(request, [(start, end)])
 
@@ -133,6 +142,8 @@ class RequestLifecycle:
         for request, alone in recalled:
             if request.state == DONE:
                 continue
+            if request.generation is not None and not alone:
+                continue  # hundreds ran there, and one of them may have been the cause
             if not request.suspect:
                 request.suspect = True
                 # It was taken back and its group is held: it waits, and for no later version.
@@ -166,6 +177,10 @@ class RequestLifecycle:
             Timings(queued_us, request.run_us),
             list(specs),
         )
+        self.finish_with(request, message, frames)
+
+    def finish_with(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
+        """The final answer of a live request is this one, which is no error."""
         request.group.counts.answered += 1
         self._finish(request, message, frames)
 
@@ -206,6 +221,8 @@ class RequestLifecycle:
         group = request.group
         work = request.work
         waited = request.state != RUNNING
+        if request.generation is not None:
+            stop(core, request)
         enter_request(request, DONE)
         if waited and request.lane is not None:
             request.lane.forget()

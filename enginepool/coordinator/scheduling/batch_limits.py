@@ -122,6 +122,8 @@ def needs_as_much(request: Request, blocked: Request, worker: Worker | None) -> 
     That holds if `request`, the head of its lane, is of the same lane, is not smaller, and goes whole into one batch. A request
     that is cut opens with a smaller batch, which may find room.
     """
+    if request.generation is not None:
+        return False
     work, than = request.work, blocked.work
     if worker is None or (can := worker.capabilities) is None:
         return True

@@ -27,6 +27,7 @@ from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.row_cuts import cut_next, take
+from enginepool.coordinator.scheduling.streams import next_sequences, place, start_message
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut
@@ -55,7 +56,9 @@ def pump(core: Context, group: Group) -> None:
             worker = routing.least()
             if worker is None:
                 break
-            batch = fill(core, queue, lane, worker)
+            head = lane.head
+            assert head is not None
+            batch = (fill if head.generation is None else place)(core, queue, lane, worker)
             if batch is None:
                 if not (packed.open or group.suspects.size or group.reserved_worker is not None):
                     group.blocked = lane.head
@@ -98,7 +101,7 @@ def _try_suspect(core: Context, group: Group) -> None:
         start_trial(trial)
         _give_text(core, worker, trial.id, request)
         return
-    cost, slice_ = cut_next(request, worker)
+    cost, slice_ = cut_next(request, worker) if request.generation is None else next_sequences(request, worker, 1)
     take(core, slice_)
     if slice_[0].state == RUNNING:
         group.suspects.pop(lane, cost)
@@ -158,6 +161,8 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     """Enter `batch` in its worker's ledger and send it."""
     worker = batch.worker
     start_batch(batch)
+    if (generation := batch.slices[0][0].generation) is not None:
+        generation.tasks[batch.id] = batch
     timing, pace = core.config.timing, worker.pace
     expected = worker.group.speed.token_s * worker.cost
     if pace is not None:
@@ -171,6 +176,10 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
 
 def post_batch(core: Context, batch: RunningBatch) -> None:
     """Send the message of `batch`, which its worker may have already: the worker runs an id once."""
+    head = batch.slices[0][0]
+    if head.generation is not None:
+        core.effects.append(ToWorker(batch.worker.link, *start_message(batch)))
+        return
     parts: list[Part] = []
     frames: list[Buffer] = []
     for request, start, end in batch.slices:
@@ -184,6 +193,5 @@ def post_batch(core: Context, batch: RunningBatch) -> None:
             specs, buffers = cut(work.part.frames, work.frames, request.offsets, start, end)
             parts.append(replace(work.part, frames=specs))
             frames += buffers
-    head = batch.slices[0][0]
     message = Batch(batch.id, parts, head.priority)
     core.effects.append(ToWorker(batch.worker.link, message, frames))

@@ -147,6 +147,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Hello: _hello,
     **dict.fromkeys(OPERATIONS, _submit),
     m.Cancel: lambda now, link, message, _: ev.CancelAsked(now, link, message.id),
+    m.Credit: lambda now, link, message, _: ev.CreditGiven(now, link, message.id, message.taken),
     m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
     m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
     m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
@@ -187,6 +188,29 @@ def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.
     return ev.BatchDone(now, link, done.batch, outcomes, done.version, done.forwards, done.run_us)
 
 
+def _progress(now: float, link: Link, progress: m.Progress, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(progress.frames, frames)
+    if not 0 <= progress.version <= m.MAX_ID:
+        raise WireError("malformed", f"version: {progress.version} is outside 0..{m.MAX_ID}", field="version")
+    total = 0
+    for step in progress.steps:
+        if step.count < 0:
+            raise WireError("malformed", f"steps: count {step.count} is negative", field="steps")
+        if isinstance(step.matched, str) and len(step.matched) > m.MAX_MATCHED:
+            text = f"steps: matched has {len(step.matched)} characters; at most {m.MAX_MATCHED}"
+            raise WireError("malformed", text, field="steps")
+        total += step.count
+    found = [(spec.name, spec.dtype, spec.shape) for spec in progress.frames]
+    tokens, logprobs = ("tokens", "int32", (total,)), ("logprobs", "float32", (total,))
+    if found not in ([tokens], [tokens, logprobs]):
+        raise WireError("malformed", f"frames: {found}; {total} tokens, and as many logprobs or none", field="frames")
+    views = [memoryview(frame).cast("B") for frame in frames]
+    none = memoryview(b"")
+    return ev.TokensGenerated(
+        now, link, progress.epoch, progress.version, progress.steps, views[0], views[1] if len(views) > 1 else none
+    )
+
+
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:
     check_frames(tokenized.frames, frames)
     return ev.TextTokenized(now, link, tokenized.task, tokenized.frames, frames, tokenized.message)
@@ -223,6 +247,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Ready: _ready,
     m.Prepared: _prepared,
     m.Done: _done,
+    m.Progress: _progress,
     m.Tokenized: _tokenized,
     **dict.fromkeys(_SAID, _worker_said),
     m.Inspected: _inspected,

@@ -1,0 +1,101 @@
+"""The sequences of a generation: the tokens that they have, and what their client was sent. Pure.
+
+The coordinator keeps every token until the final answer. So a sequence whose worker is lost goes on elsewhere after its last
+token, and a client that reads slowly slows its own stream alone: what it has no credit for stays here.
+"""
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from enginepool.protocol.messages import SequenceEnd, TaskId
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.core.request import RunningBatch
+    from enginepool.coordinator.operations.generate import GenerateWork
+
+
+class Sequence:
+    """One sequence: a sample of a prompt."""
+
+    __slots__ = ("end", "logprobs", "sent", "spans", "start", "tokens")
+
+    def __init__(self, tokens: bytes) -> None:
+        #: with those that the request brought along
+        self.tokens = array("i", tokens)
+        #: how many it brought along
+        self.start = len(self.tokens)
+        #: of the tokens from `start` on; empty unless the request asks for them
+        self.logprobs = array("f")
+        #: [version, count] of the tokens from `start` on
+        self.spans: list[list[int]] = []
+        #: tokens that the client has, or that are on their way to it; start <= sent <= len(tokens)
+        self.sent = self.start
+        self.end: SequenceEnd | None = None
+
+    def extend(self, tokens: memoryview, logprobs: memoryview, version: int) -> None:
+        """Append tokens, as bytes, which weights of `version` computed; `logprobs` is empty where they are not asked for."""
+        count = len(tokens) // 4
+        self.tokens.frombytes(tokens)
+        self.logprobs.frombytes(logprobs)
+        spans = self.spans
+        if spans and spans[-1][0] == version:
+            spans[-1][1] += count
+        else:
+            spans.append([version, count])
+
+    def begin_again(self) -> None:
+        """Drop all tokens but those that the request brought along. The client has none of them."""
+        del self.tokens[self.start :], self.logprobs[:], self.spans[:]
+
+    def unsent(self, most: int) -> Iterator[tuple[int, int, int]]:
+        """(first, count, version) of the next tokens that the client has not been sent, at most so many in all."""
+        first = self.start
+        for version, count in self.spans:
+            end = min(first + count, self.sent + most)
+            begin = max(first, self.sent)
+            if begin < end:
+                yield begin, end - begin, version
+            first += count
+
+
+class Generation:
+    """The sequences of one request."""
+
+    __slots__ = ("behind", "credit", "losses", "sent", "sequences", "taken", "tasks")
+
+    def __init__(self, work: "GenerateWork") -> None:
+        ends = {end.sequence: end for end in work.ended}
+        #: in the order of the prompts, the samples of a prompt one after the other
+        self.sequences = [Sequence(tokens) for tokens in work.brought()]
+        for at, end in ends.items():
+            self.sequences[at].end = end
+        #: the tasks in which workers run some of them
+        self.tasks: dict[TaskId, RunningBatch] = {}
+        #: how often a worker was lost with it
+        self.losses = 0
+        #: sequences of a stream whose client has not been sent all, tokens or end; in the order in which it is sent them
+        self.behind: dict[int, None] = {}
+        #: tokens that were sent, and that the client has taken, since the stream began; 0 <= sent - taken <= credit
+        self.sent = self.taken = 0
+        self.credit = work.credit if work.stream else 0
+
+    def unfinished(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The ranges of sequences from `start` to `end` that have not ended."""
+        ranges: list[tuple[int, int]] = []
+        for i in range(start, end):
+            if self.sequences[i].end is None:
+                if ranges and ranges[-1][1] == i:
+                    ranges[-1] = ranges[-1][0], i + 1
+                else:
+                    ranges.append((i, i + 1))
+        return ranges
+
+    def resume(self, received: "GenerateWork") -> None:
+        """The client has sent the request again, on a new link, with the tokens that it has."""
+        sent = 0
+        self.behind = dict.fromkeys(range(len(self.sequences)))
+        for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
+            sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))
+            sent += sequence.sent - sequence.start
+        self.sent = self.taken = sent

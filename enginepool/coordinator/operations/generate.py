@@ -1,0 +1,222 @@
+"""The operation `generate`: prompts are continued, token by token, each in a slot of a worker's running batch.
+
+Its rows are sequences: `n` samples of each prompt. They are not cut into batches: `scheduling/streams.py` gives them slots, and
+`requests/streams.py` takes their tokens.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, signature
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer, check_frames
+from enginepool.protocol.messages import (
+    MAX_CREDIT,
+    MAX_NEW_TOKENS,
+    MAX_SEQUENCES,
+    Capabilities,
+    FrameSpec,
+    Generate,
+    Part,
+    Sampling,
+    SequenceEnd,
+    TaskId,
+    Tokenize,
+)
+from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, bad, read_rows
+
+_SIGNATURE = signature(2)
+#: of its answer, what each sequence adds: its end, and its spans while few weight versions computed it
+SEQUENCE_BYTES = 128
+_OUTPUT = ("output", "output_lengths")
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+#: field of `Sampling`: (least, most, whether the least itself is allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "presence_penalty": (-2.0, 2.0, True),
+    "repetition_penalty": (0.0, 2.0, False),
+}
+
+
+class GenerateWork(Work, frozen=True, gc=False):
+    """A request to generate. `output`: the tokens that it brings along, and how many each sequence has; empty without any.
+    `output_max`: the largest of them, or -1."""
+
+    n: int = 1
+    sampling: Sampling = Sampling()
+    stream: bool = False
+    credit: int = 0
+    logprobs: bool = False
+    partial: bool = False
+    output: tuple[Buffer, ...] = ()
+    output_max: int = -1
+    ended: tuple[SequenceEnd, ...] = ()
+
+    def brought(self) -> Iterator[bytes]:
+        """The tokens that each sequence brings along, as bytes of int32."""
+        if not self.output:
+            yield from (b"" for _ in range(self.rows))
+            return
+        tokens, first = memoryview(self.output[0]), 0
+        for length in memoryview(self.output[1]).cast("I"):
+            yield bytes(tokens[4 * first : 4 * (first + length)])
+            first += length
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the next token depends on more than the tokens before it: on what a grammar or a penalty counts, or on a stop
+        string that has begun. Such a sequence is not continued exactly by another engine."""
+        s = self.sampling
+        penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
+        return bool(penalties or s.stop or s.stop_regex or any(getattr(s, name) is not None for name in _GRAMMARS))
+
+
+class GenerateOperation(Operation[GenerateWork]):
+    """Prompts, continued."""
+
+    name = "generate"
+    streams = True
+
+    def open(self, message: Generate, frames: Sequence[Buffer]) -> GenerateWork:
+        sampling = message.sampling
+        _check_sampling(sampling)
+        specs = message.frames
+        prompts, tokens, longest, max_id, _, text = read_rows(specs[:2], frames[:2], (ITEMS,), "a request to generate")
+        rows = prompts * message.n
+        if message.n < 1 or rows > MAX_SEQUENCES:
+            most = str(MAX_SEQUENCES // prompts)
+            raise bad("n", f"n: {message.n} for {prompts} prompts; 1 to {most}", most)
+        if not 1 <= message.credit <= MAX_CREDIT:
+            raise bad("credit", f"credit: {message.credit} is outside 1..{MAX_CREDIT}", str(MAX_CREDIT))
+        output = _read_output(specs[2:], frames[2:], rows) if len(frames) > 2 or len(specs) > 2 else ()
+        _check_ended(message.ended, output, rows, sampling.max_new_tokens)
+        nbytes = sum(map(len, frames))
+        digest = hash(
+            (
+                self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
+                message.partial, message.min_version, *frames[:2],
+            )
+        )  # fmt: skip
+        answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)
+        # Its tokens are kept twice for a moment: as they came, and in the answer.
+        held = REQUEST_BYTES + LABEL_BYTES * message.values + nbytes + 2 * answer
+        return GenerateWork(
+            self, _SIGNATURE, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
+            Part(specs[:2], operation=self.name), tuple(frames[:2]), values=message.values, charge=(answer, held),
+            n=message.n, sampling=sampling, stream=message.stream, credit=message.credit, logprobs=message.logprobs,
+            partial=message.partial, output=output, output_max=_largest(output), ended=tuple(message.ended),
+        )  # fmt: skip
+
+    def refuse(self, work: GenerateWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+        sampling = work.sampling
+        largest = max([*sampling.stop_token_ids, *map(int, sampling.logit_bias), -1])
+        if largest >= can.vocab:
+            field = "sampling.stop_token_ids" if largest in sampling.stop_token_ids else "sampling.logit_bias"
+            return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
+        for field in (*_GRAMMARS, "stop", "stop_regex"):
+            feature = "grammar" if field in _GRAMMARS else "stop_text"
+            if getattr(sampling, field) and feature not in can.features:
+                return bad(f"sampling.{field}", f"sampling.{field}: the workers of this group have no {feature}", "")
+        if work.output_max >= can.vocab:
+            return bad("output", f"output: token id {work.output_max} is outside the vocabulary of {can.vocab}", str(can.vocab))
+        if wrong := refuse_ids(work, can):
+            return wrong
+        most = min(can.context, can.inflight_tokens) - sampling.max_new_tokens
+        if not work.text and work.longest > most:
+            prompt = int(np.argmax(np.frombuffer(work.frames[1], np.uint32)))
+            text = f"items[{prompt}]: {work.longest} tokens, and max_new_tokens = {sampling.max_new_tokens}"
+            limit = str(most + sampling.max_new_tokens)
+            return bad(f"items[{prompt}]", f"{text}; at most {limit} together", limit)
+        return None
+
+    def outputs(self, work: GenerateWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
+        return (("output", work.sampling.max_new_tokens),)
+
+    def knows_outputs(self, work: GenerateWork, can: Capabilities | None) -> bool:
+        return True
+
+    def tokenize(self, work: GenerateWork, task: TaskId) -> Tokenize:
+        return Tokenize(task, work.part.frames, operation=self.name)
+
+
+def _check_sampling(s: Sampling) -> None:
+    for name, (least, most, included) in _RANGES.items():
+        value = getattr(s, name)
+        if not (least <= value <= most and (included or value > least) and math.isfinite(value)):
+            field = f"sampling.{name}"
+            above = "from" if included else "above"
+            upper = "" if most == math.inf else f" up to {most:g}"
+            raise bad(field, f"{field}: {value:g}; {above} {least:g}{upper}", "" if most == math.inf else f"{most:g}")
+    if not 1 <= s.max_new_tokens <= MAX_NEW_TOKENS:
+        field = "sampling.max_new_tokens"
+        raise bad(field, f"{field}: {s.max_new_tokens} is outside 1..{MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
+    if not 0 <= s.min_new_tokens <= s.max_new_tokens:
+        field = "sampling.min_new_tokens"
+        raise bad(field, f"{field}: {s.min_new_tokens} is outside 0..{s.max_new_tokens}", str(s.max_new_tokens))
+    if s.top_k < -1 or s.top_k == 0:
+        raise bad("sampling.top_k", f"sampling.top_k: {s.top_k}; at least 1, or -1 for the whole vocabulary", "1")
+    for at, token in enumerate(s.stop_token_ids):
+        if not 0 <= token < MAX_TOKENS:
+            field = f"sampling.stop_token_ids[{at}]"
+            raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
+    for token, bias in s.logit_bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS and math.isfinite(bias)):
+            text = f"sampling.logit_bias: {token!r}: {bias}; a token id, and a finite number"
+            raise bad("sampling.logit_bias", text, str(MAX_TOKENS - 1))
+    if "" in s.stop:
+        raise bad("sampling.stop", "sampling.stop: an empty string, at which every sequence would stop", "")
+    given = [name for name in _GRAMMARS if getattr(s, name) is not None]
+    if len(given) > 1:
+        raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
+
+
+def _read_output(specs: Sequence[FrameSpec], frames: Sequence[Buffer], rows: int) -> tuple[Buffer, ...]:
+    """The frames of tokens that a request brings along, for so many sequences."""
+    check_frames(specs, frames)
+    names = tuple(spec.name for spec in specs)
+    if names != _OUTPUT or [spec.dtype for spec in specs] != ["int32", "uint32"] or any(len(s.shape) != 1 for s in specs):
+        got = msgspec.to_builtins(specs)
+        text = f"frames: {got} after the prompts; none, or output int32 [tokens] and output_lengths uint32 [sequences]"
+        raise WireError("malformed", text, field="frames")
+    lengths = np.frombuffer(frames[1], np.uint32)
+    if len(lengths) != rows:
+        raise WireError("malformed", f"output_lengths: {len(lengths)} for {rows} sequences", field="output_lengths")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != len(frames[0]) // 4:
+        text = f"output_lengths: sum {total}; frame 'output' has {len(frames[0]) // 4}"
+        raise WireError("malformed", text, field="output_lengths")
+    ids = np.frombuffer(frames[0], np.int32)
+    if ids.size and int(ids.min()) < 0:
+        at = int(ids.argmin())
+        raise bad(f"output[{at}]", f"output[{at}]: token id {int(ids[at])} is negative", "0")
+    return tuple(frames)
+
+
+def _largest(output: tuple[Buffer, ...]) -> int:
+    return int(np.frombuffer(output[0], np.int32).max()) if output and len(output[0]) else -1
+
+
+def _check_ended(ended: Sequence[SequenceEnd], output: tuple[Buffer, ...], rows: int, most: int) -> None:
+    """`ended` names sequences of the request, once each; all others have room for one more token."""
+    known: set[int] = set()
+    for at, end in enumerate(ended):
+        if not 0 <= end.sequence < rows or end.sequence in known:
+            raise bad(
+                f"ended[{at}]", f"ended[{at}]: sequence {end.sequence}; each of 0..{rows - 1} once at most", str(rows - 1)
+            )
+        known.add(end.sequence)
+    lengths = np.frombuffer(output[1], np.uint32) if output else np.zeros(0, np.uint32)
+    for sequence in np.flatnonzero(lengths >= most).tolist():
+        if int(lengths[sequence]) > most or sequence not in known:
+            field = f"output_lengths[{sequence}]"
+            raise bad(field, f"{field}: {lengths[sequence]} tokens; fewer than max_new_tokens = {most}", str(most - 1))
+
+
+GENERATE = GenerateOperation()

@@ -1,0 +1,307 @@
+"""Requests to generate: the tokens of workers go to their sequences and their clients, until each sequence has ended. Pure."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.effects import ToClient, ToWorker
+from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.generation import Generation, Sequence
+from enginepool.coordinator.core.request import Client, Request, RunningBatch
+from enginepool.coordinator.core.request_state import DONE
+from enginepool.coordinator.core.transitions import end_batch, shrink_batch
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.scheduling.streams import prompt_length
+from enginepool.protocol.messages import (
+    FrameSpec,
+    Generated,
+    GenerationUsage,
+    Run,
+    SequenceEnd,
+    Step,
+    StopGeneration,
+    StreamEnd,
+    Timings,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+
+#: A request runs alone once so many workers were lost with it: of hundreds that a worker runs, one may have been the cause.
+LOSSES = 2
+#: Of one message, so that its header is no longer than a receiver reads.
+MOST_RUNS = 4096
+_NAN = b"\x00\x00\xc0\x7f"
+
+
+class StreamMessages:
+    """What clients are sent about their streams after one event: one message for each client."""
+
+    __slots__ = ("_ended", "_logprobs", "_runs", "_some", "_tokens")
+
+    def __init__(self) -> None:
+        self._runs: dict[Client, list[Run]] = {}
+        self._tokens: dict[Client, list[Buffer]] = {}
+        self._logprobs: dict[Client, list[Buffer]] = {}
+        self._ended: dict[Client, list[StreamEnd]] = {}
+        #: clients that get logprobs
+        self._some: set[Client] = set()
+
+    def run(self, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> None:
+        """Tokens of a stream, as bytes; `logprobs` is empty where they are not asked for."""
+        client = request.client
+        runs = self._runs.get(client)
+        if runs is None:
+            runs = self._runs[client] = []
+            self._tokens[client], self._logprobs[client] = [], []
+        runs.append(run)
+        self._tokens[client].append(tokens)
+        if len(logprobs):
+            self._some.add(client)
+        self._logprobs[client].append(logprobs if len(logprobs) else _NAN * run.count)
+
+    def end(self, request: Request, end: SequenceEnd) -> None:
+        """A sequence of a stream has ended."""
+        self._ended.setdefault(request.client, []).append(StreamEnd(request.id, end.sequence, end.reason, end.matched))
+
+    def send(self, core: Context) -> None:
+        for client in {**self._runs, **self._ended}:
+            if client.link is None:
+                continue  # it sends its requests again, with the tokens that it has
+            runs, ended = self._runs.get(client, []), self._ended.get(client, [])
+            for first in range(0, max(len(runs), len(ended)), MOST_RUNS):
+                part = slice(first, first + MOST_RUNS)
+                frames: list[Buffer] = [b"".join(self._tokens.get(client, [])[part])]
+                total = len(frames[0]) // 4
+                specs = [FrameSpec("tokens", "int32", (total,))]
+                if client in self._some:
+                    frames.append(b"".join(self._logprobs[client][part]))
+                    specs.append(FrameSpec("logprobs", "float32", (total,)))
+                core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[part]), frames))
+
+
+def generated(requests: "RequestLifecycle", worker: Worker, e: ev.TokensGenerated) -> str:
+    """A worker generated tokens. Returns why no engine could have generated them, or ""."""
+    core, batches, out = requests.core, worker.batches, StreamMessages()
+    if e.epoch != core.epoch:
+        return ""
+    finished: list[Request] = []
+    failed: list[tuple[Request, str]] = []
+    tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
+    for step in e.steps:
+        first, end = end, end + 4 * step.count
+        batch = batches.get((epoch, step.task))
+        if batch is None:
+            continue  # it was taken back meanwhile
+        request, start, stop = batch.slices[0]
+        state, work = request.generation, request.work
+        assert state is not None and isinstance(work, GenerateWork)
+        place = start + step.sequence
+        if not start <= place < stop:
+            return f"it generated sequence {step.sequence} of {stop - start}"
+        sequence = state.sequences[place]
+        if wrong := _impossible(work, sequence, step, len(logprobs)):
+            return f"it generated for request {request!r}: {wrong}"
+        if step.count:
+            part = tokens[first:end]
+            chances = logprobs[first:end] if work.logprobs else logprobs[:0]
+            sequence.extend(part, chances, e.version)
+            if work.stream and place not in state.behind and state.sent + step.count <= state.taken + state.credit:
+                sequence.sent += step.count
+                state.sent += step.count
+                out.run(request, Run(request.id, place, step.at, step.count, e.version), part, chances)
+            elif work.stream:
+                state.behind[place] = None
+        if step.reason == "error":
+            failed.append((request, str(step.matched)))
+        elif step.reason:
+            sequence.end = SequenceEnd(place, step.reason, step.matched)
+            _ended(core, batch, request)
+            if work.stream and place not in state.behind:
+                out.end(request, sequence.end)
+            if not request.left:
+                finished.append(request)
+    out.send(core)
+    for request, why in failed:
+        if request.state != DONE:
+            requests.fail(request, "engine_error", why)
+    for request in finished:
+        if request.state != DONE:
+            answer(requests, request)
+    return ""
+
+
+def _impossible(work: GenerateWork, sequence: Sequence, step: Step, logprobs: int) -> str:
+    """Why an engine cannot have generated this, or ""."""
+    has = len(sequence.tokens)
+    if sequence.end is not None:
+        return f"sequence {step.sequence}: more after its end"
+    if step.at != has:
+        return f"sequence {step.sequence}: position {step.at}, after {has} tokens"
+    if has + step.count > work.sampling.max_new_tokens:
+        return f"sequence {step.sequence}: {has + step.count} tokens, of max_new_tokens = {work.sampling.max_new_tokens}"
+    if work.logprobs and step.count and not logprobs:
+        return f"sequence {step.sequence}: no logprobs"
+    return ""
+
+
+def _ended(core: Context, batch: RunningBatch, request: Request) -> None:
+    """A sequence of a task has ended: its slot is free."""
+    state, (_, start, _) = request.generation, batch.slices[0]
+    assert state is not None and isinstance(request.work, GenerateWork)
+    request.flying -= 1
+    request.left -= 1
+    if batch.rows > 1:
+        prompt = prompt_length(request, start // request.work.n)
+        shrink_batch(core, batch, (batch.cost - prompt) // batch.rows)
+        return
+    del state.tasks[batch.id]
+    end_batch(core, batch)
+    batch.worker.done += 1
+    batch.worker.group.counts.batches += 1
+
+
+# --- streams -------------------------------------------------------------------------------------------------------------
+
+
+def credit(requests: "RequestLifecycle", e: ev.CreditGiven) -> None:
+    """A client has taken tokens of a stream: it is sent more of what waits here."""
+    client = requests.core.client_of(e.link, e.id)
+    request = None if client is None else client.live.get(e.id)
+    if request is None or (state := request.generation) is None:
+        return
+    if state.taken < e.taken <= state.sent:
+        state.taken = e.taken
+        flush(requests.core, request)
+
+
+def sent_again(core: Context, request: Request, received: GenerateWork) -> None:
+    """A client sent a live stream again, on a new link, with the tokens that it has: the others follow."""
+    state = request.generation
+    if state is not None and received.stream:
+        state.resume(received)
+        flush(core, request)
+
+
+def flush(core: Context, request: Request) -> None:
+    """Send what waits here and the client has credit for."""
+    state, work = request.generation, request.work
+    assert state is not None and isinstance(work, GenerateWork)
+    out = StreamMessages()
+    for place in list(state.behind):
+        sequence, room = state.sequences[place], state.taken + state.credit - state.sent
+        if sequence.sent < len(sequence.tokens) and not room:
+            break
+        for at, count, version in list(sequence.unsent(room)):
+            tokens = memoryview(sequence.tokens)[at : at + count].tobytes()
+            first = at - sequence.start
+            chances = memoryview(sequence.logprobs)[first : first + count].tobytes() if work.logprobs else b""
+            out.run(request, Run(request.id, place, at, count, version), tokens, chances)
+            sequence.sent += count
+            state.sent += count
+        if sequence.sent == len(sequence.tokens):
+            del state.behind[place]
+            if sequence.end is not None:
+                out.end(request, sequence.end)
+    out.send(core)
+
+
+# --- interruptions -------------------------------------------------------------------------------------------------------
+
+
+def interrupted(requests: "RequestLifecycle", batch: RunningBatch, *, lost: bool) -> None:
+    """A worker no longer runs a task: its sequences go on elsewhere after their last token, as far as they can.
+
+    A sequence that cannot be continued exactly begins again if its client has seen none of it. Otherwise it has ended.
+    """
+    request, start, stop = batch.slices[0]
+    state, work = request.generation, request.work
+    assert state is not None and isinstance(work, GenerateWork)
+    del state.tasks[batch.id]
+    ranges = state.unfinished(start, stop)
+    count = sum(end - first for first, end in ranges)
+    request.flying -= count
+    for first, end in ranges:
+        for place in range(first, end):
+            _interrupt(request, work, state, place)
+    if lost:
+        state.losses += 1
+        request.suspect = request.suspect or state.losses >= LOSSES
+    ranges = state.unfinished(start, stop)
+    request.left -= count - sum(end - first for first, end in ranges)
+    if work.stream:
+        flush(requests.core, request)
+    if not request.left:
+        answer(requests, request)
+    elif ranges:
+        requests.put_back(request, ranges)
+
+
+def _interrupt(request: Request, work: GenerateWork, state: Generation, place: int) -> None:
+    sequence = state.sequences[place]
+    new = len(sequence.tokens) - sequence.start
+    if new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
+        sequence.end = SequenceEnd(place, "interrupted")
+        if work.stream:
+            state.behind[place] = None
+    elif new and work.constrained:
+        sequence.begin_again()
+
+
+def stop(core: Context, request: Request) -> None:
+    """A request is answered while workers run sequences of it: they end within one step."""
+    state = request.generation
+    if state is None or not state.tasks:
+        return
+    tasks, state.tasks = list(state.tasks.values()), {}
+    for batch in tasks:
+        end_batch(core, batch)
+    stop_tasks(core, tasks)
+
+
+def stop_tasks(core: Context, tasks: Iterable[RunningBatch]) -> None:
+    """Tell workers that these tasks are no longer wanted."""
+    by_worker: dict[Worker, list[int]] = {}
+    for batch in tasks:
+        by_worker.setdefault(batch.worker, []).append(batch.id[1])
+    for worker, counters in by_worker.items():
+        if not worker.lost:
+            core.effects.append(ToWorker(worker.link, StopGeneration(core.epoch, counters)))
+
+
+# --- the answer ----------------------------------------------------------------------------------------------------------
+
+
+def answer(requests: "RequestLifecycle", request: Request) -> None:
+    """All sequences of a request have ended: its final answer."""
+    state, work = request.generation, request.work
+    assert state is not None and isinstance(work, GenerateWork)
+    sequences = state.sequences
+    frames: list[Buffer] = [
+        b"".join(memoryview(sequence.tokens)[sequence.start :].tobytes() for sequence in sequences),
+        b"".join((len(sequence.tokens) - sequence.start).to_bytes(4, "little") for sequence in sequences),
+    ]
+    total = len(frames[0]) // 4
+    specs = [FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (len(sequences),))]
+    if work.logprobs:
+        frames.append(b"".join(memoryview(sequence.logprobs).tobytes() for sequence in sequences))
+        specs.append(FrameSpec("logprobs", "float32", (total,)))
+    spans = [[(version, count) for version, count in sequence.spans] for sequence in sequences]
+    version = max((version for span in spans for version, _ in span), default=request.group.version)
+    starts = [sequence.start for sequence in sequences] if work.output else []
+    now = requests.core.now
+    began = request.started or now
+    message = Generated(
+        request.id,
+        version,
+        GenerationUsage(len(sequences), work.tokens, sum(len(sequence.tokens) for sequence in sequences)),
+        Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6)),
+        [sequence.end for sequence in sequences if sequence.end is not None],
+        spans,
+        specs,
+        starts,
+    )
+    requests.finish_with(request, message, frames)

@@ -1,0 +1,105 @@
+"""Which sequences of a request to generate go into the free slots of a worker, and what they cost it. Pure.
+
+A task runs samples of one prompt that have no tokens yet: the engine computes their prompt once. A sequence that has tokens is
+a task of its own, whose prompt are all tokens so far. A worker is given no more than it runs at once: what waits, waits in the
+queue, in the order of priorities.
+"""
+
+from msgspec.structs import replace
+
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.request import Request, RunningBatch, Slice
+from enginepool.coordinator.core.request_state import RUNNING
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.row_cuts import take
+from enginepool.protocol.messages import FrameSpec, StartGeneration
+from enginepool.protocol.ragged import Offsets
+
+#: New tokens that a sequence is expected to have at most. Few have more, and an engine that runs out of room for tokens takes
+#: sequences back into its own queue. SGLang's scheduler counts with the same number.
+EXPECTED_TOKENS = 4096
+
+
+def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
+    """A task of the head of `lane` on `worker`; None when no sequence of it fits now."""
+    can, head = worker.capabilities, lane.head
+    assert can is not None and head is not None
+    cost, slice_ = next_sequences(head, worker, can.inflight_rows - worker.rows)
+    if not slice_[2] - slice_[1] or cost > can.inflight_tokens - worker.cost:
+        return None
+    take(core, slice_)
+    if head.state != RUNNING:
+        queue.charge(lane, cost)
+    else:
+        queue.pop(lane, cost)
+    return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], False)
+
+
+def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, Slice]:
+    """(tokens, slice) of the next sequences of `request`: at most `slots`, which cost no more than `worker` has free, where one
+    of them fits."""
+    work, state, can = _generation(request), request.generation, worker.capabilities
+    assert state is not None and can is not None
+    start, end = request.back[0]
+    prompt = prompt_length(request, start // work.n)
+    first = state.sequences[start]
+    new = expected_tokens(work, len(first.tokens))
+    if slots < 1:
+        return 0, (request, start, start)
+    if first.tokens:
+        return prompt + len(first.tokens) + new, (request, start, start + 1)
+    end = min(end, (start // work.n + 1) * work.n, start + slots)
+    free = can.inflight_tokens - worker.cost
+    end = min(end, start + max(1, (free - prompt) // new))
+    last = start + 1
+    while last < end and not state.sequences[last].tokens:
+        last += 1
+    return prompt + (last - start) * new, (request, start, last)
+
+
+def expected_tokens(work: GenerateWork, has: int) -> int:
+    """Room for the tokens that a sequence of `work` may still get, of those that it `has`."""
+    return min(work.sampling.max_new_tokens - has, EXPECTED_TOKENS)
+
+
+def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
+    """The message that starts the task `batch`, and its frame."""
+    request, start, end = batch.slices[0]
+    work, state = _generation(request), request.generation
+    assert state is not None
+    tokens = state.sequences[start].tokens
+    prompt: Buffer = _prompt(request, start // work.n)
+    if tokens:
+        prompt = b"".join((prompt, tokens))
+    sampling = work.sampling
+    if tokens:
+        least = max(0, sampling.min_new_tokens - len(tokens))
+        sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(tokens), min_new_tokens=least)
+    spec = FrameSpec("prompt", "int32", (len(prompt) // 4,))
+    message = StartGeneration(
+        batch.id, [spec], sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, priority=request.priority
+    )
+    return message, [prompt]
+
+
+def prompt_length(request: Request, prompt: int) -> int:
+    return memoryview(request.work.frames[1]).cast("I")[prompt]
+
+
+def _prompt(request: Request, prompt: int) -> memoryview:
+    """The token ids of a prompt, as bytes."""
+    frames = request.work.frames
+    if request.offsets is None:
+        request.offsets = Offsets(frames)
+    first, count = request.offsets.span("items", memoryview(frames[1]).cast("I"), prompt, prompt + 1)
+    return memoryview(frames[0])[4 * first : 4 * (first + count)]
+
+
+def _generation(request: Request) -> GenerateWork:
+    work = request.work
+    assert isinstance(work, GenerateWork)
+    return work

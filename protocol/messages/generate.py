@@ -1,0 +1,205 @@
+"""Messages of generation: the request, its tokens as they come, its final answer, and the tasks of workers."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
+from enginepool.protocol.messages.requests import Timings
+
+#: Sequences of one request: its prompts, times the samples of each.
+MAX_SEQUENCES = 4096
+#: Tokens that a sequence may be asked for.
+MAX_NEW_TOKENS = 1 << 20
+#: Stop strings, stop ids, or biases of one request; characters of a stop string or a pattern; bytes of a grammar.
+MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
+#: Characters of `matched`, which is cut.
+MAX_MATCHED = 128
+#: Tokens of a stream that a client may leave unread.
+MAX_CREDIT, DEFAULT_CREDIT = 65_536, 1024
+
+#: Why a sequence ended: a stop token, string or pattern; as long as was asked for; or it could not be continued.
+Ended = Literal["stop", "length", "interrupted"]
+
+_Texts = Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_STOP)]], msgspec.Meta(max_length=MAX_STOPS)]
+_Grammar = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] | None
+
+
+class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """How tokens are chosen, and where a sequence ends: SGLang's sampling parameters by their own names.
+
+    `max_new_tokens` counts the tokens that the request brings along. At most one of `json_schema`, `regex`, `ebnf` and
+    `structural_tag` is given. `logit_bias`: by token id, written as text. `sampling_seed`: equal requests with equal seeds get
+    equal tokens, where the engine supports it.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: _Texts = []
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOPS)] = []
+    stop_regex: _Texts = []
+    ignore_eos: bool = False
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_STOPS)] = {}
+    sampling_seed: int | None = None
+    json_schema: _Grammar = None
+    regex: _Grammar = None
+    ebnf: _Grammar = None
+    structural_tag: _Grammar = None
+
+
+class SequenceEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[sequence, reason, matched]: why a sequence ended; the token id, or the text, that it stopped at."""
+
+    sequence: int
+    reason: Ended
+    matched: int | str | None = None
+
+
+class Generate(Message, tag="generate"):
+    """Continue prompts. Frames: `items` (the prompts), int32 token ids or utf8 text, and `item_lengths` uint32; then, if the
+    request brings tokens along, `output` int32 and `output_lengths` uint32 [prompts × n]: each sequence goes on after them.
+
+    `n`: sequences for each prompt; sequence s belongs to prompt s // n. `stream`: tokens are sent as they come (`tokens`), and
+    all in the final answer. `credit`: how many of them the client leaves unread at most. `logprobs`: each token has the
+    logarithm of its probability. `partial`: a sequence whose worker is lost, or that weights interrupt, ends as `interrupted`,
+    instead of going on elsewhere. `ended`: sequences that have all their tokens in `output`.
+    """
+
+    id: int
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
+    group: str = ""
+    n: int = 1
+    sampling: Sampling = Sampling()
+    stream: bool = False
+    credit: int = DEFAULT_CREDIT
+    logprobs: bool = False
+    partial: bool = False
+    ended: list[SequenceEnd] = []
+    priority: int = 0
+    timeout_ms: int | None = None
+    min_version: int = 0
+
+    @property
+    def values(self) -> int:
+        """Numbers in its header that can be many."""
+        return len(self.sampling.stop_token_ids)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a sequence in its answer."""
+        return self.sampling.max_new_tokens * (2 if self.logprobs else 1)
+
+
+class Credit(Message, tag="credit"):
+    """The client has taken so many tokens of the stream `id`, of all its sequences together, since it began."""
+
+    id: int
+    taken: int
+
+
+class Run(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[id, sequence, at, count, version]: the next `count` tokens of the frames are those of a sequence from position `at` on,
+    and weights of this version computed them."""
+
+    id: int
+    sequence: int
+    at: int
+    count: int
+    version: int
+
+
+class StreamEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[id, sequence, reason, matched]: a sequence of the stream `id` has ended, as in `SequenceEnd`."""
+
+    id: int
+    sequence: int
+    reason: Ended
+    matched: int | str | None = None
+
+
+class Tokens(Message, tag="tokens"):
+    """Tokens of streams of this client. Frames: `tokens` int32 [sum of the counts]; then `logprobs` float32 [as many], if one
+    of these requests asked for them: NaN at tokens of the others."""
+
+    runs: list[Run]
+    frames: list[FrameSpec]
+    ended: list[StreamEnd] = []
+
+
+class GenerationUsage(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[sequences, prompt_tokens, output_tokens]: tokens of the prompts, each counted once, and of all sequences, with those
+    that the request brought along."""
+
+    sequences: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Generated(Message, tag="generated"):
+    """The final answer of a `generate`. Frames: `output` int32, `output_lengths` uint32 [sequences], then `logprobs` float32
+    [tokens] if asked for. A sequence has the tokens from `starts` on: those before it the request brought along.
+
+    `ended` and `spans`: of each sequence, in order. A span is [version, count]: so many of these tokens, in order, were
+    computed by weights of this version. `version`: the highest of them.
+    """
+
+    id: int
+    version: int
+    usage: GenerationUsage
+    timings: Timings
+    ended: list[SequenceEnd]
+    spans: list[list[tuple[int, int]]]
+    frames: list[FrameSpec]
+    starts: list[int] = []
+    seq: int = 0
+    final: bool = True
+
+
+class StartGeneration(Message, tag="start"):
+    """Continue the frame `prompt` int32: `n` sequences. The first token of each is at position `at` of its output, and
+    `sampling.max_new_tokens` counts from there."""
+
+    task: TaskId
+    frames: list[FrameSpec]
+    sampling: Sampling
+    n: int = 1
+    at: int = 0
+    logprobs: bool = False
+    priority: int = 0
+
+
+class StopGeneration(Message, tag="stop"):
+    """These tasks, by their counters, are no longer wanted: their sequences end within one step, without an answer."""
+
+    epoch: int
+    tasks: list[int]
+
+
+class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[task, sequence, at, count, reason, matched]: the next `count` tokens of the frames continue a sequence of the task with
+    this counter at position `at`. `reason` is set once the sequence has ended; `error`: the engine could not run it, and
+    `matched` says why."""
+
+    task: int
+    sequence: int
+    at: int
+    count: int
+    reason: Literal["", "stop", "length", "error"] = ""
+    matched: int | str | None = None
+
+
+class Progress(Message, tag="progress"):
+    """What an engine generated since the last one: of all its streams, in one message. Frames: `tokens` int32, then `logprobs`
+    float32 [as many], if one of its tasks asked for them: NaN at tokens of the others. All by weights of `version`."""
+
+    epoch: int
+    version: int
+    steps: list[Step]
+    frames: list[FrameSpec]

@@ -1,0 +1,107 @@
+"""A pool whose workers generate, driven by hand."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
+from enginepool.protocol.messages import (
+    Capabilities,
+    FrameSpec,
+    Generate,
+    Generated,
+    Sampling,
+    SequenceEnd,
+    StartGeneration,
+    Step,
+    StopGeneration,
+    Tokens,
+)
+from tests.core.machines import EPOCH, Pool, Sent
+
+#: 8 slots, and room for 200 tokens
+CAN = Capabilities(
+    "causal", 1000, 100, batch_tokens=200, batch_rows=8, inflight_tokens=200, inflight_rows=8, operations=("generate",),
+    features=("grammar", "stop_text"),
+)  # fmt: skip
+
+
+def generate(
+    *lengths: int,
+    n: int = 1,
+    output: list[list[int]] | None = None,
+    ended: list[SequenceEnd] | None = None,
+    stream: bool = False,
+    credit: int = 1024,
+    logprobs: bool = False,
+    partial: bool = False,
+    **sampling: Any,
+) -> GenerateWork:
+    """A request with prompts of these lengths: prompt i has the ids 10 i, 10 i + 1, …"""
+    prompts = [np.arange(length, dtype=np.int32) + 10 * i for i, length in enumerate(lengths or (3,))]
+    specs = [
+        FrameSpec("items", "int32", (sum(map(len, prompts)),)),
+        FrameSpec("item_lengths", "uint32", (len(prompts),)),
+    ]
+    frames = [np.concatenate(prompts).tobytes(), np.array([len(p) for p in prompts], np.uint32).tobytes()]
+    if output is not None:
+        flat = np.array([token for row in output for token in row], np.int32)
+        specs += [FrameSpec("output", "int32", (len(flat),)), FrameSpec("output_lengths", "uint32", (len(output),))]
+        frames += [flat.tobytes(), np.array([len(row) for row in output], np.uint32).tobytes()]
+    message = Generate(
+        1, specs, n=n, sampling=Sampling(**{"max_new_tokens": 8, **sampling}), stream=stream, credit=credit, logprobs=logprobs,
+        partial=partial, ended=ended or [],
+    )  # fmt: skip
+    return GENERATE.open(msgspec.convert(msgspec.to_builtins(message), Generate), frames)
+
+
+class GeneratingPool(Pool):
+    """What its workers are asked, and what they answer."""
+
+    def tasks(self, sent: list[Sent] | None = None) -> list[Sent]:
+        return [one for one in (self.sent if sent is None else sent) if isinstance(one.message, StartGeneration)]
+
+    def stopped(self) -> list[tuple[bytes, list[int]]]:
+        return [(one.link, one.message.tasks) for one in self.sent if isinstance(one.message, StopGeneration)]
+
+    def step(
+        self, link: bytes, *steps: tuple[Sent, int, int, list[int], str], version: int = 0, logprobs: bool = False
+    ) -> list[Sent]:
+        """The worker on `link` generated: for each of (task, sequence, position, tokens, reason) a step."""
+        made: list[Step] = []
+        flat: list[int] = []
+        for task, sequence, at, tokens, reason in steps:
+            assert isinstance(task.message, StartGeneration)
+            made.append(Step(task.message.task[1], sequence, at, len(tokens), reason))  # pyright: ignore[reportArgumentType]
+            flat += tokens
+        tokens_ = memoryview(np.array(flat, np.int32).tobytes())
+        chances = memoryview((-np.array(flat, np.float32)).tobytes() if logprobs else b"")
+        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances))
+
+
+def streamed(sent: list[Sent]) -> list[tuple[int, int, int, int, list[int]]]:
+    """(request, sequence, position, version, tokens) of the runs that clients were sent."""
+    out: list[tuple[int, int, int, int, list[int]]] = []
+    for one in sent:
+        if isinstance(one.message, Tokens):
+            ids, first = np.frombuffer(one.frames[0], np.int32).tolist(), 0
+            for run in one.message.runs:
+                out.append((run.id, run.sequence, run.at, run.version, ids[first : first + run.count]))
+                first += run.count
+    return out
+
+
+def outputs(sent: list[Sent]) -> dict[int, tuple[Generated, list[list[int]]]]:
+    """The final answers: by request, the message and the tokens of each sequence."""
+    found: dict[int, tuple[Generated, list[list[int]]]] = {}
+    for one in sent:
+        if isinstance(one.message, Generated):
+            ids, first = np.frombuffer(one.frames[0], np.int32).tolist(), 0
+            rows: list[list[int]] = []
+            for length in np.frombuffer(one.frames[1], np.uint32).tolist():
+                rows.append(ids[first : first + length])
+                first += length
+            found[one.message.id] = one.message, rows
+    return found

@@ -1,0 +1,351 @@
+"""Requests to generate in the coordinator: slots, tokens, streams, credit, and sequences that are interrupted."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import MAX_CREDIT, MAX_NEW_TOKENS, SequenceEnd, StartGeneration, Tokens
+from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
+from tests.core.machines import failures
+
+
+def started(pool: GeneratingPool) -> list[StartGeneration]:
+    return [one.message for one in pool.tasks() if isinstance(one.message, StartGeneration)]
+
+
+# --- what it refuses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", 0), ("top_k", -2),
+        ("min_p", 2.0), ("frequency_penalty", 2.5), ("presence_penalty", -3.0), ("repetition_penalty", 0.0),
+        ("max_new_tokens", 0), ("max_new_tokens", MAX_NEW_TOKENS + 1), ("min_new_tokens", -1), ("min_new_tokens", 9),
+        ("stop", [""]),
+    ],
+)  # fmt: skip
+def test_a_sampling_parameter_outside_its_range_is_refused_by_its_name(field: str, value: Any) -> None:
+    with pytest.raises(WireError) as refused:
+        generate(**{field: value})
+    assert (refused.value.code, refused.value.field) == ("bad_request", f"sampling.{field}")
+    assert refused.value.message.startswith(f"sampling.{field}: ")
+
+
+def test_two_grammars_a_wrong_bias_and_a_wrong_stop_id_are_refused() -> None:
+    for sampling, field in (
+        ({"regex": "a", "ebnf": "b"}, "sampling.ebnf"),
+        ({"logit_bias": {"x": 1.0}}, "sampling.logit_bias"),
+        ({"logit_bias": {"1": float("nan")}}, "sampling.logit_bias"),
+        ({"stop_token_ids": [3, -1]}, "sampling.stop_token_ids[1]"),
+    ):
+        with pytest.raises(WireError) as refused:
+            generate(**sampling)
+        assert (refused.value.code, refused.value.field) == ("bad_request", field)
+
+
+def test_a_parameter_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises((TypeError, msgspec.ValidationError), match="temprature"):
+        generate(temprature=1.0)
+
+
+@pytest.mark.parametrize("credit", [0, -1, MAX_CREDIT + 1])
+def test_credit_has_bounds(credit: int) -> None:
+    with pytest.raises(WireError, match="credit"):
+        generate(stream=True, credit=credit)
+
+
+def test_what_it_brings_along_must_fit_the_request() -> None:
+    for output, ended, field in (
+        ([[1], [2]], [], "output_lengths"),
+        ([[-5]], [], "output[0]"),
+        ([[1] * 8], [], "output_lengths[0]"),
+        ([[1] * 9], [SequenceEnd(0, "length")], "output_lengths[0]"),
+        ([[1]], [SequenceEnd(1, "stop")], "ended[0]"),
+        ([[1]], [SequenceEnd(0, "stop"), SequenceEnd(0, "stop")], "ended[1]"),
+    ):
+        with pytest.raises(WireError) as refused:
+            generate(3, output=output, ended=ended)
+        assert refused.value.field == field, refused.value
+
+
+def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
+    def refusal(work: Any, **can: Any) -> tuple[str, str]:
+        wrong = classes_of(work, msgspec.structs.replace(CAN, **can), None, PLAIN)
+        assert isinstance(wrong, WireError), wrong
+        assert wrong.message.startswith(f"{wrong.field}: "), wrong.message
+        return wrong.field, wrong.limit
+
+    assert refusal(generate(93)) == ("items[0]", "100")
+    assert refusal(generate(3, 50, max_new_tokens=51)) == ("items[1]", "100")
+    assert refusal(generate(stop_token_ids=[1000])) == ("sampling.stop_token_ids", "1000")
+    assert refusal(generate(logit_bias={"1000": 1.0})) == ("sampling.logit_bias", "1000")
+    assert refusal(generate(output=[[1000]])) == ("output", "1000")
+    assert refusal(generate(regex="a"), features=()) == ("sampling.regex", "")
+    assert refusal(generate(stop=["a"]), features=("grammar",)) == ("sampling.stop", "")
+
+
+# --- slots --------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_prompt_go_to_one_worker_in_one_task() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, 4, n=3))
+    assert [(task.n, task.at, task.frames[0].shape) for task in started(pool)] == [(3, 0, (3,)), (3, 0, (4,))]
+    assert [np.frombuffer(one.frames[0], np.int32).tolist() for one in pool.tasks()] == [[0, 1, 2], [10, 11, 12, 13]]
+
+
+def test_a_worker_is_given_no_more_than_it_runs_at_once_and_the_rest_waits_by_priority() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(*[3] * 8))
+    pool.submit(client, 2, generate(5))
+    pool.submit(client, 3, generate(7), priority=5)
+    tasks = pool.tasks()
+    assert len(tasks) == 8
+    pool.step(link, (tasks[0], 0, 0, [1], "stop"))
+    assert [one.frames[0].shape for one in started(pool)[8:]] == [(7,)]
+    pool.step(link, (tasks[1], 0, 0, [1], "stop"))
+    assert [one.frames[0].shape for one in started(pool)[9:]] == [(5,)]
+
+
+def test_room_for_tokens_bounds_what_runs_too() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker(can=CAN)
+    pool.submit(client, 1, generate(20, 20, 20, max_new_tokens=60))
+    assert len(started(pool)) == 2
+    pool.submit(client, 2, generate(3, max_new_tokens=8))
+    assert len(started(pool)) == 2, "a smaller one overtook"
+
+
+def test_sequences_go_to_the_worker_with_the_least() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker("a", can=CAN)
+    pool.worker("b", can=CAN)
+    pool.submit(client, 1, generate(3, 3, 3, 3))
+    assert sorted(one.link for one in pool.tasks()) == [b"a", b"a", b"b", b"b"]
+
+
+# --- answers ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_has_the_tokens_of_each_sequence_in_order_with_logprobs_and_spans() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, 4, n=2, logprobs=True))
+    one, two = pool.tasks()
+    pool.step(link, (two, 1, 0, [7], ""), (one, 0, 0, [1, 2], ""), logprobs=True)
+    pool.step(link, (one, 1, 0, [5], "stop"), (one, 0, 2, [3], "length"), (two, 0, 0, [6], "stop"), logprobs=True)
+    sent = pool.step(link, (two, 1, 1, [8], "stop"), logprobs=True)
+    message, rows = outputs(sent)[1]
+    assert rows == [[1, 2, 3], [5], [6], [7, 8]]
+    assert [end.reason for end in message.ended] == ["length", "stop", "stop", "stop"]
+    assert [end.sequence for end in message.ended] == [0, 1, 2, 3]
+    assert message.spans == [[(0, 3)], [(0, 1)], [(0, 1)], [(0, 2)]]
+    assert message.usage == (type(message.usage))(4, 7, 7)
+    answer = next(s for s in sent if s.message is message)
+    assert np.frombuffer(answer.frames[2], np.float32).tolist() == [-1, -2, -3, -5, -6, -7, -8]
+
+
+def test_an_error_of_the_engine_answers_the_request_and_stops_its_other_sequences() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, 4))
+    one, _ = pool.tasks()
+    pool.step(link, (one, 0, 0, [], "error"))
+    assert failures(pool.sent)[1].code == "engine_error"
+    assert [stopped for _, stopped in pool.stopped()] == [[one.message.task[1], one.message.task[1] + 1]]  # type: ignore[attr-defined]
+
+
+def test_cancel_and_the_deadline_stop_the_work_at_once() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3))
+    pool.do(ev.CancelAsked(0, client, 1))
+    assert failures(pool.sent)[1].code == "cancelled" and len(pool.stopped()) == 1
+    pool.submit(client, 2, generate(3), timeout=1.0)
+    pool.wait(1.5)
+    assert failures(pool.sent)[2].code == "deadline_exceeded" and len(pool.stopped()) == 2
+
+
+@pytest.mark.parametrize(
+    "step",
+    [(0, 1, [1], ""), (1, 0, [1], ""), (0, 0, [1] * 9, ""), (-1, 0, [1], "")],
+    ids=["gap", "sequence", "long", "negative"],
+)
+def test_a_worker_that_generates_what_none_can_is_lost(step: tuple[int, int, list[int], str]) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3))
+    pool.step(link, (pool.tasks()[0], *step))
+    assert not pool.machine.core.worker_links
+    assert any("it generated" in line for line in pool.logged)
+
+
+# --- streams ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_gets_one_message_for_what_one_message_of_a_worker_has_for_it() -> None:
+    pool = GeneratingPool()
+    first, second = pool.client(), pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(first, 1, generate(3, stream=True))
+    pool.submit(first, 2, generate(3, stream=True))
+    pool.submit(second, 1, generate(3, stream=True))
+    a, b, c = pool.tasks()
+    sent = pool.step(link, (a, 0, 0, [1], ""), (c, 0, 0, [3, 4], ""), (b, 0, 0, [2], "stop"))
+    mine = [one for one in sent if isinstance(one.message, Tokens)]
+    assert [one.link for one in mine] == [first, second]
+    assert streamed(mine[:1]) == [(1, 0, 0, 0, [1]), (2, 0, 0, 0, [2])]
+    assert streamed(mine[1:]) == [(1, 0, 0, 0, [3, 4])]
+    assert [(end.id, end.reason) for end in mine[0].message.ended] == [(2, "stop")]  # type: ignore[attr-defined]
+
+
+def test_a_slow_reader_is_sent_no_more_than_its_credit_and_then_what_waited() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, stream=True, credit=2))
+    [task] = pool.tasks()
+    assert streamed(pool.step(link, (task, 0, 0, [1, 2], ""))) == [(1, 0, 0, 0, [1, 2])]
+    assert streamed(pool.step(link, (task, 0, 2, [3, 4, 5], ""))) == []
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 1))) == [(1, 0, 2, 0, [3])]
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 1))) == [], "the same credit counted twice"
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 99))) == [], "credit for what was not sent"
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 3))) == [(1, 0, 3, 0, [4, 5])]
+    sent = pool.step(link, (task, 0, 5, [6], "stop"))
+    assert streamed(sent) == [] and outputs(sent)[1][1] == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_a_stream_that_is_sent_again_on_a_new_link_goes_on_after_what_its_client_has() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, stream=True))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2, 3], ""))
+    pool.do(ev.LinkCut(0, client))
+    pool.step(link, (task, 0, 3, [4], ""))
+    again = pool.client(b"again", client=client.ljust(16, b"."), incarnation=1)
+    assert streamed(pool.submit(again, 1, generate(3, stream=True, output=[[1]]))) == [(1, 0, 1, 0, [2, 3, 4])]
+    assert len(pool.tasks()) == 1, "it runs once"
+
+
+def test_after_a_restart_of_the_coordinator_a_stream_goes_on_after_the_tokens_that_it_brings_along() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, n=2, stream=True, output=[[1, 2], [9]], ended=[SequenceEnd(1, "stop", 9)]))
+    [task] = pool.tasks()
+    assert isinstance(task.message, StartGeneration)
+    assert (task.message.n, task.message.at, task.message.sampling.max_new_tokens) == (1, 2, 6)
+    assert np.frombuffer(task.frames[0], np.int32).tolist() == [0, 1, 2, 1, 2]
+    sent = pool.step(link, (task, 0, 2, [3], "stop"))
+    assert streamed(sent) == [(1, 0, 2, 0, [3])]
+    message, rows = outputs(sent)[1]
+    assert rows == [[3], []] and message.starts == [2, 1]
+    assert [(end.reason, end.matched) for end in message.ended] == [("stop", None), ("stop", 9)]
+
+
+def test_a_request_whose_sequences_have_all_ended_is_answered_at_once() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    sent = pool.submit(client, 1, generate(3, stream=True, output=[[1]], ended=[SequenceEnd(0, "stop")]))
+    assert outputs(sent)[1][1] == [[]] and not pool.tasks()
+
+
+# --- interruptions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_whose_worker_is_lost_goes_on_elsewhere_after_its_last_token() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, n=2, stream=True, min_new_tokens=3))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2], ""), (task, 1, 0, [5], ""))
+    other = pool.worker("b", can=CAN)
+    pool.do(ev.WorkerExited(0, "a", "killed"))
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    first, second = pool.tasks()[1:]
+    assert first.link == second.link == other
+    assert np.frombuffer(first.frames[0], np.int32).tolist() == [0, 1, 2, 1, 2]
+    assert isinstance(first.message, StartGeneration)
+    assert (first.message.at, first.message.n) == (2, 1)
+    assert (first.message.sampling.max_new_tokens, first.message.sampling.min_new_tokens) == (6, 1)
+    sent = pool.step(other, (first, 0, 2, [3], "stop"), (second, 0, 1, [6], "stop"), version=0)
+    assert streamed(sent) == [(1, 0, 2, 0, [3]), (1, 1, 1, 0, [6])]
+    assert outputs(sent)[1][1] == [[1, 2, 3], [5, 6]]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_what_cannot_be_continued_exactly_begins_again_if_nothing_was_seen_and_ends_otherwise(seen: bool) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, stream=seen, regex="[0-9]+"))
+    pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""))
+    pool.worker("b", can=CAN)
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    if seen:
+        message, rows = outputs(pool.sent)[1]
+        assert rows == [[1, 2]] and message.ended == [SequenceEnd(0, "interrupted")]
+    else:
+        task = pool.tasks()[1].message
+        assert isinstance(task, StartGeneration) and (task.at, task.frames[0].shape) == (0, (3,))
+
+
+def test_a_partial_rollout_comes_back_as_far_as_it_is() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, n=2, partial=True))
+    pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""), (pool.tasks()[0], 1, 0, [4], "stop"))
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    message, rows = outputs(pool.sent)[1]
+    assert rows == [[1, 2], [4]] and [end.reason for end in message.ended] == ["interrupted", "stop"]
+
+
+def test_a_worker_that_returns_on_a_new_link_is_told_to_stop_and_goes_on_with_new_tasks() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1], ""))
+    sent = pool.do(ev.WorkerRegistered(0, b"new", "g", "a", 1, "host", 7))
+    assert [(one.link, one.message.tasks) for one in sent if hasattr(one.message, "tasks")] == [
+        (b"new", [task.message.task[1]])
+    ]  # type: ignore[attr-defined]
+    [again] = pool.tasks(sent)
+    assert isinstance(again.message, StartGeneration) and again.message.at == 1
+    assert pool.step(b"new", (task, 0, 1, [2], "")) == [], "tokens of the old task count no more"
+
+
+def test_hundreds_that_ran_at_a_lost_worker_run_together_again_and_alone_only_after_a_second_loss() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    for name in ("a", "b"):
+        link = pool.worker(name, can=CAN)
+        if name == "a":
+            pool.submit(client, 1, generate(3))
+            pool.submit(client, 2, generate(3))
+        pool.do(ev.WorkerBroken(0, link, "it broke"))
+    assert len(pool.tasks()) == 4
+    pool.worker("c", can=CAN)
+    assert len(pool.tasks()) == 5, "two suspects run at once"
+    assert pool.machine.core.groups["g"].trial is not None
