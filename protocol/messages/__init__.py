@@ -46,7 +46,7 @@ ToClient = (
 )
 
 FromWorker = (
-    Register | GetSettings | Stage | Ready | Idle | Done | Progress | Tokenized | Exiting
+    Register | GetSettings | Stage | Ready | Idle | Done | GenerationProgress | Tokenized | Exiting
     | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | ErrorReply | Ping | Pong
 )  # fmt: skip
 

@@ -195,7 +195,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     matched: int | str | None = None
 
 
-class Progress(Message, tag="progress"):
+class GenerationProgress(Message, tag="progress"):
     """What an engine generated since the last one: of all its streams, in one message. Frames: `tokens` int32, then `logprobs`
     float32 [as many], if one of its tasks asked for them: NaN at tokens of the others. All by weights of `version`."""
 

@@ -6,13 +6,12 @@ token, and a client that reads slowly slows its own stream alone: what it has no
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.protocol.messages import SequenceEnd, TaskId
 
-if TYPE_CHECKING:
-    from enginepool.coordinator.core.request import RunningBatch
-    from enginepool.coordinator.operations.generate import GenerateWork
+T = TypeVar("T")
 
 
 class Sequence:
@@ -59,19 +58,19 @@ class Sequence:
             first += count
 
 
-class Generation:
-    """The sequences of one request."""
+class Generation(Generic[T]):
+    """The sequences of one request. `T`: a task of a worker."""
 
     __slots__ = ("behind", "credit", "losses", "sent", "sequences", "taken", "tasks")
 
-    def __init__(self, work: "GenerateWork") -> None:
+    def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
         #: in the order of the prompts, the samples of a prompt one after the other
         self.sequences = [Sequence(tokens) for tokens in work.brought()]
         for at, end in ends.items():
             self.sequences[at].end = end
         #: the tasks in which workers run some of them
-        self.tasks: dict[TaskId, RunningBatch] = {}
+        self.tasks: dict[TaskId, T] = {}
         #: how often a worker was lost with it
         self.losses = 0
         #: sequences of a stream whose client has not been sent all, tokens or end; in the order in which it is sent them
@@ -91,7 +90,7 @@ class Generation:
                     ranges.append((i, i + 1))
         return ranges
 
-    def resume(self, received: "GenerateWork") -> None:
+    def resume(self, received: GenerateWork) -> None:
         """The client has sent the request again, on a new link, with the tokens that it has."""
         sent = 0
         self.behind = dict.fromkeys(range(len(self.sequences)))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from enginepool.coordinator.core.events import Buffer, Link, Submit
 from enginepool.coordinator.core.generation import Generation
 from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
@@ -114,9 +115,9 @@ class Request:
         #: it runs once this version, or a later one, is committed
         self.min_version = asked.min_version
         #: the sequences of a request to generate: its rows
-        self.generation: Generation | None = None
-        if work.operation.streams:
-            self.generation = generation = Generation(work)
+        self.generation: Generation[RunningBatch] | None = None
+        if isinstance(work, GenerateWork):
+            self.generation = generation = Generation[RunningBatch](work)
             self.next, self.back = work.rows, generation.unfinished(0, work.rows)
             self.left = sum(end - start for start, end in self.back)
 

@@ -60,8 +60,6 @@ class Operation(Protocol[W]):
 
     #: as in `operations` of a worker's capabilities, and of the parts of a batch
     name: str
-    #: its rows are sequences that are generated in slots of workers, and not rows of a batch
-    streams: bool = False
 
     def open(self, message: Any, frames: Sequence[Buffer]) -> Work:
         """The work that `message` asks for, as far as it can be checked without knowing the model.

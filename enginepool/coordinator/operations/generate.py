@@ -82,7 +82,6 @@ class GenerateOperation(Operation[GenerateWork]):
     """Prompts, continued."""
 
     name = "generate"
-    streams = True
 
     def open(self, message: Generate, frames: Sequence[Buffer]) -> GenerateWork:
         sampling = message.sampling

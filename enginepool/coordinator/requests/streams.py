@@ -1,7 +1,8 @@
 """Requests to generate: the tokens of workers go to their sequences and their clients, until each sequence has ended. Pure."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Listed
+from typing import Protocol
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
@@ -18,6 +19,7 @@ from enginepool.protocol.messages import (
     FrameSpec,
     Generated,
     GenerationUsage,
+    Message,
     Run,
     SequenceEnd,
     Step,
@@ -27,14 +29,29 @@ from enginepool.protocol.messages import (
     Tokens,
 )
 
-if TYPE_CHECKING:
-    from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-
 #: A request runs alone once so many workers were lost with it: of hundreds that a worker runs, one may have been the cause.
 LOSSES = 2
 #: Of one message, so that its header is no longer than a receiver reads.
 MOST_RUNS = 4096
 _NAN = b"\x00\x00\xc0\x7f"
+
+
+class StreamRequests(Protocol):
+    """What happens to requests: `lifecycle` implements it."""
+
+    core: Context
+
+    def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
+        """Sequences of a live request wait again."""
+        ...
+
+    def finish_with(self, request: Request, message: Message, frames: Listed[Buffer]) -> None:
+        """The final answer of a live request is this one."""
+        ...
+
+    def fail(self, request: Request, code: str, message: str) -> None:
+        """The final answer of a live request is an error."""
+        ...
 
 
 class StreamMessages:
@@ -83,7 +100,7 @@ class StreamMessages:
                 core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[part]), frames))
 
 
-def generated(requests: "RequestLifecycle", worker: Worker, e: ev.TokensGenerated) -> str:
+def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
     """A worker generated tokens. Returns why no engine could have generated them, or ""."""
     core, batches, out = requests.core, worker.batches, StreamMessages()
     if e.epoch != core.epoch:
@@ -167,7 +184,7 @@ def _ended(core: Context, batch: RunningBatch, request: Request) -> None:
 # --- streams -------------------------------------------------------------------------------------------------------------
 
 
-def credit(requests: "RequestLifecycle", e: ev.CreditGiven) -> None:
+def credit(requests: StreamRequests, e: ev.CreditGiven) -> None:
     """A client has taken tokens of a stream: it is sent more of what waits here."""
     client = requests.core.client_of(e.link, e.id)
     request = None if client is None else client.live.get(e.id)
@@ -212,7 +229,7 @@ def flush(core: Context, request: Request) -> None:
 # --- interruptions -------------------------------------------------------------------------------------------------------
 
 
-def interrupted(requests: "RequestLifecycle", batch: RunningBatch, *, lost: bool) -> None:
+def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) -> None:
     """A worker no longer runs a task: its sequences go on elsewhere after their last token, as far as they can.
 
     A sequence that cannot be continued exactly begins again if its client has seen none of it. Otherwise it has ended.
@@ -240,7 +257,7 @@ def interrupted(requests: "RequestLifecycle", batch: RunningBatch, *, lost: bool
         requests.put_back(request, ranges)
 
 
-def _interrupt(request: Request, work: GenerateWork, state: Generation, place: int) -> None:
+def _interrupt(request: Request, work: GenerateWork, state: Generation[RunningBatch], place: int) -> None:
     sequence = state.sequences[place]
     new = len(sequence.tokens) - sequence.start
     if new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
@@ -275,7 +292,7 @@ def stop_tasks(core: Context, tasks: Iterable[RunningBatch]) -> None:
 # --- the answer ----------------------------------------------------------------------------------------------------------
 
 
-def answer(requests: "RequestLifecycle", request: Request) -> None:
+def answer(requests: StreamRequests, request: Request) -> None:
     """All sequences of a request have ended: its final answer."""
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)

@@ -188,7 +188,7 @@ def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.
     return ev.BatchDone(now, link, done.batch, outcomes, done.version, done.forwards, done.run_us)
 
 
-def _progress(now: float, link: Link, progress: m.Progress, frames: Sequence[Buffer]) -> ev.Event:
+def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Sequence[Buffer]) -> ev.Event:
     check_frames(progress.frames, frames)
     if not 0 <= progress.version <= m.MAX_ID:
         raise WireError("malformed", f"version: {progress.version} is outside 0..{m.MAX_ID}", field="version")
@@ -247,7 +247,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Ready: _ready,
     m.Prepared: _prepared,
     m.Done: _done,
-    m.Progress: _progress,
+    m.GenerationProgress: _progress,
     m.Tokenized: _tokenized,
     **dict.fromkeys(_SAID, _worker_said),
     m.Inspected: _inspected,
