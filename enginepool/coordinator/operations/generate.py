@@ -4,19 +4,17 @@ Its rows are sequences: `n` samples of each prompt. They are not cut into batche
 `requests/streams.py` takes their tokens.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, signature
-from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, SEQUENCE_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.messages import (
     MAX_CREDIT,
-    MAX_NEW_TOKENS,
     MAX_SEQUENCES,
     Capabilities,
     FrameSpec,
@@ -27,22 +25,11 @@ from enginepool.protocol.messages import (
     TaskId,
     Tokenize,
 )
-from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, bad, read_rows
+from enginepool.protocol.ragged import ITEMS, bad, read_rows
+from enginepool.protocol.sampling import GRAMMARS, check_sampling
 
 _SIGNATURE = signature(2)
-#: of its answer, what each sequence adds: its end, and its spans while few weight versions computed it
-SEQUENCE_BYTES = 128
 _OUTPUT = ("output", "output_lengths")
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-#: field of `Sampling`: (least, most, whether the least itself is allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, math.inf, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "presence_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 2.0, False),
-}
 
 
 class GenerateWork(Work, frozen=True, gc=False):
@@ -75,7 +62,7 @@ class GenerateWork(Work, frozen=True, gc=False):
         string that has begun. Such a sequence is not continued exactly by another engine."""
         s = self.sampling
         penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
-        return bool(penalties or s.stop or s.stop_regex or any(getattr(s, name) is not None for name in _GRAMMARS))
+        return bool(penalties or s.stop or s.stop_regex or any(getattr(s, name) is not None for name in GRAMMARS))
 
 
 class GenerateOperation(Operation[GenerateWork]):
@@ -85,7 +72,7 @@ class GenerateOperation(Operation[GenerateWork]):
 
     def open(self, message: Generate, frames: Sequence[Buffer]) -> GenerateWork:
         sampling = message.sampling
-        _check_sampling(sampling)
+        check_sampling(sampling)
         specs = message.frames
         prompts, tokens, longest, max_id, _, text = read_rows(specs[:2], frames[:2], (ITEMS,), "a request to generate")
         rows = prompts * message.n
@@ -119,8 +106,8 @@ class GenerateOperation(Operation[GenerateWork]):
         if largest >= can.vocab:
             field = "sampling.stop_token_ids" if largest in sampling.stop_token_ids else "sampling.logit_bias"
             return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
-        for field in (*_GRAMMARS, "stop", "stop_regex"):
-            feature = "grammar" if field in _GRAMMARS else "stop_text"
+        for field in (*GRAMMARS, "stop", "stop_regex"):
+            feature = "grammar" if field in GRAMMARS else "stop_text"
             if getattr(sampling, field) and feature not in can.features:
                 return bad(f"sampling.{field}", f"sampling.{field}: the workers of this group have no {feature}", "")
         if work.output_max >= can.vocab:
@@ -143,37 +130,6 @@ class GenerateOperation(Operation[GenerateWork]):
 
     def tokenize(self, work: GenerateWork, task: TaskId) -> Tokenize:
         return Tokenize(task, work.part.frames, operation=self.name)
-
-
-def _check_sampling(s: Sampling) -> None:
-    for name, (least, most, included) in _RANGES.items():
-        value = getattr(s, name)
-        if not (least <= value <= most and (included or value > least) and math.isfinite(value)):
-            field = f"sampling.{name}"
-            above = "from" if included else "above"
-            upper = "" if most == math.inf else f" up to {most:g}"
-            raise bad(field, f"{field}: {value:g}; {above} {least:g}{upper}", "" if most == math.inf else f"{most:g}")
-    if not 1 <= s.max_new_tokens <= MAX_NEW_TOKENS:
-        field = "sampling.max_new_tokens"
-        raise bad(field, f"{field}: {s.max_new_tokens} is outside 1..{MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
-    if not 0 <= s.min_new_tokens <= s.max_new_tokens:
-        field = "sampling.min_new_tokens"
-        raise bad(field, f"{field}: {s.min_new_tokens} is outside 0..{s.max_new_tokens}", str(s.max_new_tokens))
-    if s.top_k < -1 or s.top_k == 0:
-        raise bad("sampling.top_k", f"sampling.top_k: {s.top_k}; at least 1, or -1 for the whole vocabulary", "1")
-    for at, token in enumerate(s.stop_token_ids):
-        if not 0 <= token < MAX_TOKENS:
-            field = f"sampling.stop_token_ids[{at}]"
-            raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
-    for token, bias in s.logit_bias.items():
-        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS and math.isfinite(bias)):
-            text = f"sampling.logit_bias: {token!r}: {bias}; a token id, and a finite number"
-            raise bad("sampling.logit_bias", text, str(MAX_TOKENS - 1))
-    if "" in s.stop:
-        raise bad("sampling.stop", "sampling.stop: an empty string, at which every sequence would stop", "")
-    given = [name for name in _GRAMMARS if getattr(s, name) is not None]
-    if len(given) > 1:
-        raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
 
 
 def _read_output(specs: Sequence[FrameSpec], frames: Sequence[Buffer], rows: int) -> tuple[Buffer, ...]:

@@ -1,0 +1,60 @@
+"""The bounds of sampling parameters. A client and the coordinator check them alike."""
+
+import math
+
+from enginepool.protocol.basis import MAX_ID
+from enginepool.protocol.messages import MAX_NEW_TOKENS, Sampling
+from enginepool.protocol.ragged import MAX_TOKENS, bad
+
+#: parameters of which at most one is given
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+#: field of `Sampling`: (least, most, whether the least itself is allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "presence_penalty": (-2.0, 2.0, True),
+    "repetition_penalty": (0.0, 2.0, False),
+}
+
+
+def check_sampling(s: Sampling) -> None:
+    """Hold sampling parameters to their bounds, as far as they need no model.
+
+    Raises:
+        WireError: `bad_request`; its field is `sampling.` and the name of the parameter.
+    """
+    for name, (least, most, included) in _RANGES.items():
+        value = getattr(s, name)
+        if not (least <= value <= most and (included or value > least) and math.isfinite(value)):
+            field = f"sampling.{name}"
+            above = "from" if included else "above"
+            upper = "" if most == math.inf else f" up to {most:g}"
+            raise bad(field, f"{field}: {value:g}; {above} {least:g}{upper}", "" if most == math.inf else f"{most:g}")
+    if not 1 <= s.max_new_tokens <= MAX_NEW_TOKENS:
+        field = "sampling.max_new_tokens"
+        raise bad(field, f"{field}: {s.max_new_tokens} is outside 1..{MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
+    if not 0 <= s.min_new_tokens <= s.max_new_tokens:
+        field = "sampling.min_new_tokens"
+        raise bad(field, f"{field}: {s.min_new_tokens} is outside 0..{s.max_new_tokens}", str(s.max_new_tokens))
+    if s.top_k != -1 and not 1 <= s.top_k < MAX_TOKENS:
+        text = f"sampling.top_k: {s.top_k}; 1 to {MAX_TOKENS - 1}, or -1 for the whole vocabulary"
+        raise bad("sampling.top_k", text, "1" if s.top_k < 1 else str(MAX_TOKENS - 1))
+    if s.sampling_seed is not None and not 0 <= s.sampling_seed <= MAX_ID:
+        text = f"sampling.sampling_seed: {s.sampling_seed} is outside 0..{MAX_ID}"
+        raise bad("sampling.sampling_seed", text, str(MAX_ID))
+    for at, token in enumerate(s.stop_token_ids):
+        if not 0 <= token < MAX_TOKENS:
+            field = f"sampling.stop_token_ids[{at}]"
+            raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
+    for token, bias in s.logit_bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS and math.isfinite(bias)):
+            text = f"sampling.logit_bias: {token!r}: {bias}; a token id, and a finite number"
+            raise bad("sampling.logit_bias", text, str(MAX_TOKENS - 1))
+    for field, texts in (("sampling.stop", s.stop), ("sampling.stop_regex", s.stop_regex)):
+        if "" in texts:
+            raise bad(field, f"{field}: an empty string, at which every sequence would stop", "")
+    given = [name for name in GRAMMARS if getattr(s, name) is not None]
+    if len(given) > 1:
+        raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
