@@ -98,7 +98,7 @@ class Generate(Message, tag="generate"):
 
 
 class Credit(Message, tag="credit"):
-    """The client has taken so many tokens of the stream `id`, of all its sequences together, since it began."""
+    """The client has taken so many tokens of the stream `id`, of all its sequences together, since it last sent `generate`."""
 
     id: int
     taken: int

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.wire.golden import Array, Invalid, Piece, Raw, floats, ids, lengths, pack, text
+from tests.wire.golden_generate import INVALID as GENERATIONS
 from tests.wire.golden_valid import CLIENT, EPOCH, ITEM_LENGTHS, ITEMS, QUERY, TOKEN
 
 SHARED = (QUERY, ITEMS, ITEM_LENGTHS)
@@ -112,7 +113,7 @@ def _unreadable() -> list[Invalid]:
         _frame0("header-too-large", "frame 0 is over 1 MiB, by an unknown key", padded, "too_large", at),
         _frame0("type-missing", "a map without type", pack({"id": 1}), "bad_request", "type"),
         _frame0(
-            "type-unknown", "a type that version 1 does not know", pack({"type": "generate", "id": 1}), "unsupported", "type"
+            "type-unknown", "a type that version 1 does not know", pack({"type": "example", "id": 1}), "unsupported", "type"
         ),
         _frame0("type-integer", "a type that is no string", pack({"type": 7}), "unsupported", "type"),
         _frame0(
@@ -777,6 +778,7 @@ INVALID = [
     *_content(),
     *_model(),
     *_embeddings(),
+    *GENERATIONS,
     *_link(),
     *_worker(),
     *_from_coordinator(),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.wire.golden import Array, Raw, Valid, floats, ids, lengths, pack, text
+from tests.wire.golden_generate import VALID as GENERATIONS
 from tests.wire.golden_updates import UPDATES
 
 CLIENT = bytes(range(16))
@@ -833,4 +834,4 @@ def _to_worker() -> list[Valid]:
     ]
 
 
-VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker(), *UPDATES]
+VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker(), *UPDATES, *GENERATIONS]

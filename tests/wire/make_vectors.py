@@ -6,6 +6,7 @@ The committed file is the contract; this script is how its bytes were made, with
 import json
 from pathlib import Path
 
+from tests.wire.golden_generate import GENERATING
 from tests.wire.golden_invalid import INVALID
 from tests.wire.golden_valid import CAUSAL, CLASSIFIER, CROSS_ENCODER, EMBEDDING, VALID
 
@@ -19,8 +20,14 @@ def document() -> str:
         " {" + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items()) + "}"
         for entry in entries
     )
-    models = json.dumps({"causal": CAUSAL, "classifier": CLASSIFIER, "cross-encoder": CROSS_ENCODER, "embedding": EMBEDDING})
-    return f'{{"specification": 1,\n"models": {models},\n"vectors": [\n{body}\n]}}\n'
+    models = {
+        "causal": CAUSAL,
+        "classifier": CLASSIFIER,
+        "cross-encoder": CROSS_ENCODER,
+        "embedding": EMBEDDING,
+        "generating": GENERATING,
+    }
+    return f'{{"specification": 1,\n"models": {json.dumps(models)},\n"vectors": [\n{body}\n]}}\n'
 
 
 if __name__ == "__main__":

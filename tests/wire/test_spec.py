@@ -1,4 +1,4 @@
-"""PROTOCOL.md and WEIGHTS.md say what the code does: every message, field, type, default, code and constant."""
+"""PROTOCOL.md, WEIGHTS.md and GENERATION.md say what the code does: every message, field, type, default, code and constant."""
 
 import inspect
 import json
@@ -19,6 +19,7 @@ from tests.wire.plain_client import PlainClient
 FOLDER = Path(__file__).parents[2] / "protocol"
 PAGE = (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
 WEIGHTS = (FOLDER / "WEIGHTS.md").read_text(encoding="utf-8")
+GENERATION = (FOLDER / "GENERATION.md").read_text(encoding="utf-8")
 VECTORS: dict[str, dict[str, Any]] = {
     vector["name"]: vector
     for vector in json.loads((FOLDER / "vectors" / "vectors.json").read_text(encoding="utf-8"))["vectors"]
@@ -65,7 +66,7 @@ def sections(page: str) -> dict[str, tuple[str, str]]:
 
 
 FOR_CLIENTS = sections(PAGE)
-SECTIONS = {**sections(WEIGHTS), **FOR_CLIENTS}
+SECTIONS = {**sections(WEIGHTS), **sections(GENERATION), **FOR_CLIENTS}
 
 
 def table(text: str, head: str) -> list[list[str]]:
@@ -94,7 +95,7 @@ def shown(name: str, hint: Any) -> str:
     if origin is dict:
         return f"map of {shown(name, inner[1])}"
     if origin in (Union, UnionType):
-        return f"{shown(name, inner[0])} or nil"
+        return " or ".join("nil" if one is type(None) else shown(name, one) for one in inner)
     if hint is bytes:
         return "bin"
     return hint.__name__
@@ -107,6 +108,8 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if value == b"":
         return "`bin 0`"
+    if isinstance(value, msgspec.Struct):
+        return "`{}`"
     return "`nil`" if value is None else f"`{json.dumps(value)}`"
 
 
@@ -127,13 +130,14 @@ def test_every_section_of_a_message_or_structure_has_a_struct_and_the_other_way_
 
 
 def test_each_message_and_structure_is_described_on_one_page() -> None:
-    assert set(sections(WEIGHTS)) & set(FOR_CLIENTS) == set()
+    names = [name for page in (PAGE, WEIGHTS, GENERATION) for name in sections(page)]
+    assert len(set(names)) == len(names)
 
 
 def test_a_client_of_rows_needs_the_first_page_alone_which_is_short() -> None:
     """What it sends, what answers it, and every structure in these. `status` is for operators, on the other page."""
     assert PAGE.count("\n") <= 700
-    may = {name for name, role in FROM_CLIENT.items() if role == "client"} - {"status"}
+    may = {name for name, role in FROM_CLIENT.items() if role == "client"} - {"status", *sections(GENERATION)}
     answers = {"welcome", "result", "error"}
     needed = {struct for struct in structs() if heading_of(struct) in may | answers}
     assert set(FOR_CLIENTS) == {heading_of(struct) for struct in needed | held_by(needed)}
@@ -197,7 +201,7 @@ def test_the_pseudo_code_of_a_client_names_what_the_plain_client_does() -> None:
 
 
 def test_the_table_of_limits_has_the_constants() -> None:
-    rows = table(PAGE, "| name | value |") + table(WEIGHTS, "| name | value |")
+    rows = [row for page in (PAGE, WEIGHTS, GENERATION) for row in table(page, "| name | value |")]
     said = {row[0].strip("`"): int(row[1]) for row in rows}
     assert len(said) == len(rows)
     # The pages say MAX_MS and MAX_REGIONS with the fields that they bound.
@@ -215,7 +219,7 @@ def test_the_table_of_dtypes_has_their_sizes() -> None:
 
 def test_every_code_that_the_page_names_exists() -> None:
     """Words in code that look like an error code: those before and after "answered", and those in the tables of refusals."""
-    named = set(re.findall(r"(?:answered|refused with|with `error`) `(\w+)`", PAGE + WEIGHTS))
+    named = set(re.findall(r"(?:answered|refused with|with `error`) `(\w+)`", PAGE + WEIGHTS + GENERATION))
     assert named
     assert named <= {*CODES, *SECTIONS}
 

@@ -118,7 +118,7 @@ class CancelAsked(Event):
 
 
 class CreditGiven(Event):
-    """A client has taken so many tokens of stream `id` since it began."""
+    """A client has taken so many tokens of stream `id` since it last sent the request."""
 
     link: Link
     id: int

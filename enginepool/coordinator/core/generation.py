@@ -75,7 +75,7 @@ class Generation(Generic[T]):
         self.losses = 0
         #: sequences of a stream whose client has not been sent all, tokens or end; in the order in which it is sent them
         self.behind: dict[int, None] = {}
-        #: tokens that were sent, and that the client has taken, since the stream began; 0 <= sent - taken <= credit
+        #: tokens that were sent, and that the client has taken, since it last sent the request; 0 <= sent - taken <= credit
         self.sent = self.taken = 0
         self.credit = work.credit if work.stream else 0
 
@@ -92,9 +92,7 @@ class Generation(Generic[T]):
 
     def resume(self, received: GenerateWork) -> None:
         """The client has sent the request again, on a new link, with the tokens that it has."""
-        sent = 0
         self.behind = dict.fromkeys(range(len(self.sequences)))
         for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
             sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))
-            sent += sequence.sent - sequence.start
-        self.sent = self.taken = sent
+        self.sent = self.taken = 0

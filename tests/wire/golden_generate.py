@@ -1,0 +1,272 @@
+"""The golden messages of generation, valid and invalid."""
+
+from typing import Any
+
+from tests.wire.golden import Array, Invalid, Valid, floats, ids, lengths, pack, text
+
+EPOCH = 1_700_000_000_000_000
+GENERATING: dict[str, Any] = {
+    "kind": "causal",
+    "vocab": 1000,
+    "context": 16,
+    "batch_tokens": 128,
+    "batch_rows": 8,
+    "inflight_tokens": 128,
+    "inflight_rows": 8,
+    "operations": ["generate"],
+    "features": ["stop_text"],
+}
+PROMPTS = (ids("items", 21, 22, 23), lengths("item_lengths", 2, 1))
+OUTPUT = (ids("output", 31, 32), lengths("output_lengths", 2, 0, 0, 0))
+
+
+def _specs(*arrays: Array) -> list[Any]:
+    return [array.spec() for array in arrays]
+
+
+def _generate(*arrays: Array, **after: Any) -> dict[str, Any]:
+    return {"type": "generate", "id": 1, "frames": _specs(*arrays), **after}
+
+
+def _from_client() -> list[Valid]:
+    way = "client-coordinator"
+    words = (text("items", "Once upon a time"), lengths("item_lengths", 16))
+    every = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 40,
+        "min_p": 0.125,
+        "frequency_penalty": 0.25,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "stop": ["\n\n"],
+        "stop_token_ids": [7],
+        "stop_regex": ["[0-9]+"],
+        "ignore_eos": True,
+        "logit_bias": {"5": -2.5},
+        "sampling_seed": 42,
+    }
+    return [
+        Valid("generate", way, "two prompts, greedy", _generate(*PROMPTS, sampling={"temperature": 0.0}), PROMPTS, exact=False),
+        Valid(
+            "generate-text",
+            way,
+            "text, with every sampling parameter but the grammars",
+            _generate(*words, sampling=every),
+            words,
+            exact=False,
+        ),
+        *(
+            Valid(
+                f"generate-{name.replace('_', '-')}",
+                way,
+                f"with {name}",
+                _generate(*PROMPTS, sampling={name: value}),
+                PROMPTS,
+                exact=False,
+            )
+            for name, value in (
+                ("json_schema", '{"type": "object"}'),
+                ("regex", "[a-z]+"),
+                ("ebnf", 'root ::= "a"'),
+                ("structural_tag", '{"type": "structural_tag"}'),
+            )
+        ),
+        Valid(
+            "generate-stream",
+            way,
+            "a stream with all other fields, sent again: sequence 0 has two tokens, sequence 3 has ended",
+            _generate(
+                *PROMPTS,
+                *OUTPUT,
+                group="policy",
+                n=2,
+                sampling={"max_new_tokens": 8},
+                stream=True,
+                credit=64,
+                logprobs=True,
+                partial=True,
+                ended=[[3, "stop", 7]],
+                priority=-5,
+                timeout_ms=30000,
+                min_version=3,
+            ),
+            (*PROMPTS, *OUTPUT),
+            exact=False,
+        ),
+        Valid("credit", way, "100 tokens of stream 1 were taken", {"type": "credit", "id": 1, "taken": 100}),
+    ]
+
+
+def _to_client() -> list[Valid]:
+    way = "coordinator-client"
+    tokens = (ids("tokens", 31, 32, 41), floats("logprobs", (3,), -0.5, -0.25, -1.0))
+    output = (ids("output", 31, 32, 33, 41), lengths("output_lengths", 3, 1), floats("logprobs", (4,), -0.5, -0.25, 0.0, -1.0))
+    return [
+        Valid(
+            "tokens",
+            way,
+            "two tokens of one sequence, and the last one of another",
+            {
+                "type": "tokens",
+                "runs": [[1, 0, 0, 2, 3], [1, 1, 0, 1, 3]],
+                "frames": _specs(*tokens),
+                "ended": [[1, 1, "stop", 41]],
+            },
+            tokens,
+        ),
+        Valid(
+            "generated",
+            way,
+            "two sequences, the first computed by two weight versions",
+            {
+                "type": "generated",
+                "id": 1,
+                "version": 4,
+                "usage": [2, 3, 4],
+                "timings": [150, 70000],
+                "ended": [[0, "length", None], [1, "stop", 41]],
+                "spans": [[[3, 2], [4, 1]], [[3, 1]]],
+                "frames": _specs(*output),
+            },
+            output,
+        ),
+        Valid(
+            "generated-continued",
+            way,
+            "the request brought two tokens of the first sequence along",
+            {
+                "type": "generated",
+                "id": 1,
+                "version": 4,
+                "usage": [2, 3, 4],
+                "timings": [150, 70000],
+                "ended": [[0, "interrupted", None], [1, "stop", "\n\n"]],
+                "spans": [[[4, 1]], [[4, 1]]],
+                "frames": _specs(ids("output", 33, 41), lengths("output_lengths", 1, 1)),
+                "starts": [2, 0],
+            },
+            (ids("output", 33, 41), lengths("output_lengths", 1, 1)),
+        ),
+    ]
+
+
+def _workers() -> list[Valid]:
+    prompt = (ids("prompt", 21, 22, 31, 32),)
+    tokens = (ids("tokens", 33, 34, 41), floats("logprobs", (3,), -0.5, -0.25, -1.0))
+    none = (ids("tokens"),)
+    return [
+        Valid(
+            "ready-generating",
+            "worker-coordinator",
+            "a worker that generates",
+            {"type": "ready", "capabilities": GENERATING},
+            exact=False,
+        ),
+        Valid(
+            "progress",
+            "worker-coordinator",
+            "two tokens of one task, and the last one of another",
+            {
+                "type": "progress",
+                "epoch": EPOCH,
+                "version": 4,
+                "steps": [[8, 0, 2, 2, "", None], [9, 1, 0, 1, "stop", 41]],
+                "frames": _specs(*tokens),
+            },
+            tokens,
+        ),
+        Valid(
+            "progress-error",
+            "worker-coordinator",
+            "the engine refused a task",
+            {
+                "type": "progress",
+                "epoch": EPOCH,
+                "version": 4,
+                "steps": [[8, 0, 0, 0, "error", "no grammar backend"]],
+                "frames": _specs(*none),
+            },
+            none,
+        ),
+        Valid(
+            "start",
+            "coordinator-worker",
+            "a sequence that has two tokens goes on",
+            {
+                "type": "start",
+                "task": [EPOCH, 8],
+                "frames": _specs(*prompt),
+                "sampling": {"max_new_tokens": 6},
+                "n": 2,
+                "at": 2,
+                "logprobs": True,
+                "priority": 5,
+            },
+            prompt,
+            exact=False,
+        ),
+        Valid(
+            "stop", "coordinator-worker", "two tasks are no longer wanted", {"type": "stop", "epoch": EPOCH, "tasks": [8, 9]}
+        ),
+    ]
+
+
+VALID = [*_from_client(), *_to_client(), *_workers()]
+
+
+def _refused(
+    name: str, about: str, code: str, field: str, *arrays: Array, stage: str, model: str = "", **changes: Any
+) -> Invalid:
+    arrays = arrays or PROMPTS
+    frames = [pack(_generate(*arrays, **changes)).hex(), *(array.payload().hex() for array in arrays)]
+    return Invalid(f"generate-{name}", "client-coordinator", about, code, field, stage, frames, model)
+
+
+def _sampling(name: str, about: str, field: str, stage: str = "content", **sampling: Any) -> Invalid:
+    """A parameter that is refused by its name; at the stage `model`, by a small model."""
+    model = "generating" if stage == "model" else ""
+    if model:
+        sampling = {"max_new_tokens": 4, **sampling}
+    return _refused(name, about, "bad_request", f"sampling.{field}", stage=stage, model=model, sampling=sampling)
+
+
+def _parameters() -> list[Invalid]:
+    m = "model"
+    return [
+        _sampling("temperature-text", "temperature is a number", "temperature", "header", temperature="1"),
+        _refused("sampling-unknown", "no such name", "bad_request", "sampling", stage="header", sampling={"temprature": 1.0}),
+        _sampling("temperature-negative", "less than none", "temperature", temperature=-1.0),
+        _sampling("top-k-zero", "none of the tokens", "top_k", top_k=0),
+        _sampling("no-tokens", "nothing to generate", "max_new_tokens", max_new_tokens=0),
+        _sampling("two-grammars", "one at most", "ebnf", regex="a", ebnf="b"),
+        _sampling("bias-of-text", "a token id", "logit_bias", logit_bias={"x": 1.0}),
+        _sampling("stop-id-outside", "the vocabulary has 1000", "stop_token_ids", m, stop_token_ids=[1000]),
+        _sampling("grammar-without-backend", "these workers have none", "regex", m, regex="a"),
+    ]  # fmt: skip
+
+
+def _requests() -> list[Invalid]:
+    bad, c, m = "bad_request", "content", "model"
+    output, one = ids("output", 1), {"max_new_tokens": 1}
+    few = (*PROMPTS, ids("output"), lengths("output_lengths", 0))
+    more = (*PROMPTS, output, lengths("output_lengths", 2, 0))
+    whole = (*PROMPTS, output, lengths("output_lengths", 1, 0))
+    return [
+        _refused("n-zero", "no sequence", bad, "n", stage=c, n=0),
+        _refused("n-huge", "more sequences than a request has", bad, "n", stage=c, n=4096),
+        _refused("credit-zero", "a stream that sends nothing", bad, "credit", stage=c, credit=0),
+        _refused("with-query", "a prompt has no query", "malformed", "frames", ids("query", 1), *PROMPTS, stage=c),
+        _refused("prompt-empty", "row 1", bad, "items[1]", ids("items", 21), lengths("item_lengths", 1, 0), stage=c),
+        _refused("output-lengths-few", "two sequences", "malformed", "output_lengths", *few, stage=c),
+        _refused("output-sum", "its lengths do not add up", "malformed", "output_lengths", *more, stage=c),
+        _refused("output-whole", "it has all, and has not ended", bad, "output_lengths[0]", *whole, stage=c, sampling=one),
+        _refused("ended-unknown", "two sequences", bad, "ended[0]", stage=c, ended=[[2, "stop"]]),
+        _refused("too-long", "2 + 15 of 16", bad, "items[0]", stage=m, model="generating", sampling={"max_new_tokens": 15}),
+        _refused("by-scoring", "this model scores", bad, "type", stage=m, model="causal", sampling={"max_new_tokens": 4}),
+    ]  # fmt: skip
+
+
+INVALID = [*_parameters(), *_requests()]
