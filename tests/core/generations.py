@@ -51,7 +51,7 @@ def generate(
         specs += [FrameSpec("output", "int32", (len(flat),)), FrameSpec("output_lengths", "uint32", (len(output),))]
         frames += [flat.tobytes(), np.array([len(row) for row in output], np.uint32).tobytes()]
     message = Generate(
-        1, specs, n=n, sampling=Sampling(**{"max_new_tokens": 8, **sampling}), stream=stream, credit=credit, logprobs=logprobs,
+        1, specs, n=n, sampling=msgspec.convert({"max_new_tokens": 8, **sampling}, Sampling), stream=stream, credit=credit, logprobs=logprobs,
         partial=partial, ended=ended or [],
     )  # fmt: skip
     return GENERATE.open(msgspec.convert(msgspec.to_builtins(message), Generate), frames)
