@@ -1,4 +1,4 @@
-"""What runs between two batches of an engine: later batches wait until it is done, earlier ones are finished before."""
+"""What runs between two batches of an engine: later work waits until it is done, and earlier work is finished before."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 
 class BetweenBatches:
-    """Batches enter with `batch`, and something that must find the engine empty with `alone`."""
+    """Batches and generations enter with `batch`, and something that must find the engine empty with `alone`."""
 
     def __init__(self) -> None:
-        #: batches inside
+        #: batches and generations inside
         self._inside = 0
         self._empty = asyncio.Event()
         self._empty.set()

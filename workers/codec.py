@@ -8,9 +8,22 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Batch, Done, FrameSpec, Part, PartDone, TaskId, Tokenize, Tokenized
+from enginepool.protocol.frames import check_frames
+from enginepool.protocol.messages import (
+    MAX_SEQUENCES,
+    Batch,
+    Done,
+    FrameSpec,
+    Part,
+    PartDone,
+    Sampling,
+    StartGeneration,
+    TaskId,
+    Tokenize,
+    Tokenized,
+)
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
-from enginepool.workers.engine import BatchOutcome, EngineError, Floats, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart
 from enginepool.workers.events import Frame
 
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
@@ -20,7 +33,7 @@ _COPY_BELOW = 1 << 16
 class _Task(msgspec.Struct):
     """What must be known of work to answer that it cannot be read."""
 
-    type: Literal["batch", "tokenize"]
+    type: Literal["batch", "tokenize", "start"]
     batch: TaskId | None = None
     task: TaskId | None = None
     parts: list[msgspec.Raw] = []
@@ -29,7 +42,7 @@ class _Task(msgspec.Struct):
 _task = msgspec.msgpack.Decoder(_Task)
 
 
-def name_task(header: Frame) -> Batch | Tokenize | None:
+def name_task(header: Frame) -> Batch | Tokenize | StartGeneration | None:
     """The work in a header that cannot be read: its id and its number of parts. None: it is no work, or has no id."""
     try:
         task = _task.decode(header)
@@ -37,7 +50,9 @@ def name_task(header: Frame) -> Batch | Tokenize | None:
         return None
     if task.type == "batch" and task.batch is not None and task.parts:
         return Batch(task.batch, [Part([])] * len(task.parts))
-    return Tokenize(task.task, []) if task.type == "tokenize" and task.task is not None else None
+    if task.task is None:
+        return None
+    return Tokenize(task.task, []) if task.type == "tokenize" else StartGeneration(task.task, [], Sampling())
 
 
 def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> RowBatch:
@@ -100,6 +115,25 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, s
     rows = _cut(items, lengths)
     queries = [str(query, "utf-8")] * len(rows) if query_lengths is None else _cut(query, query_lengths)
     return list(zip(rows, queries, strict=True)) if task.item_first else list(zip(queries, rows, strict=True))
+
+
+def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> GenerationTask:
+    """The generation that an engine takes. The prompt is a read-only view of its frame.
+
+    Raises:
+        WireError: when the frames are not what the header says.
+    """
+    check_frames(start.frames, frames)
+    found = [(spec.name, spec.dtype, len(spec.shape)) for spec in start.frames]
+    if found != [("prompt", "int32", 1)] or not len(frames[0]):
+        raise WireError("malformed", f"generation {start.task}: its frames are {found}; expected prompt, int32, not empty")
+    if not 1 <= start.n <= MAX_SEQUENCES or start.at < 0 or start.sampling.max_new_tokens < 1:
+        raise WireError(
+            "malformed",
+            f"generation {start.task}: n = {start.n}, at = {start.at}, max_new_tokens = {start.sampling.max_new_tokens};"
+            f" expected n in 1..{MAX_SEQUENCES}, at 0 or more, max_new_tokens 1 or more",
+        )
+    return GenerationTask(np.frombuffer(frames[0], np.int32), start.sampling, start.n, start.logprobs, start.priority)
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:

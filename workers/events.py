@@ -5,7 +5,7 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
-from enginepool.protocol.messages import Batch, Capabilities, Done, Tokenize, Tokenized
+from enginepool.protocol.messages import Batch, Capabilities, Done, FrameSpec, StartGeneration, Step, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
@@ -56,8 +56,8 @@ class Disconnected(WorkerEvent, frozen=True):
 class FromCoordinator(WorkerEvent, frozen=True):
     """A message of the coordinator (one of `protocol.messages.ToWorker`) with its payload frames.
 
-    `unreadable`: why the header of a batch or a tokenizing task cannot be read; `message` then names the task, and a batch has
-    as many parts as it should have, all empty.
+    `unreadable`: why the header of a batch, a tokenizing task or a generation cannot be read; `message` then names the task,
+    and a batch has as many parts as it should have, all empty.
     """
 
     message: Message
@@ -86,6 +86,22 @@ class WorkDone(WorkerEvent, frozen=True):
     task: TaskId
     answer: Done | Tokenized
     frames: tuple[Frame, ...] = ()
+
+
+class StepsDone(WorkerEvent, frozen=True):
+    """The generations of an epoch have new tokens: the steps and frames of one `GenerationProgress`."""
+
+    epoch: int
+    steps: list[Step]
+    specs: list[FrameSpec]
+    frames: tuple[Frame, ...]
+
+
+class GenerationLeft(WorkerEvent, frozen=True):
+    """A generation has left the engine: all its sequences have ended, it failed, or it was cancelled. Its last tokens, or the
+    error, were in a `StepsDone` before."""
+
+    task: TaskId
 
 
 class CommandDone(WorkerEvent, frozen=True):
@@ -169,6 +185,21 @@ class RunTokenize(WorkerEffect, frozen=True):
     task: Tokenize
     frames: tuple[Frame, ...] = ()
     unreadable: str = ""
+
+
+class RunGeneration(WorkerEffect, frozen=True):
+    """Give a generation to the engine: `StepsDone` with its tokens, and exactly one `GenerationLeft` follow, unless the engine
+    is lost."""
+
+    message: StartGeneration
+    frames: tuple[Frame, ...] = ()
+    unreadable: str = ""
+
+
+class CancelGenerations(WorkerEffect, frozen=True):
+    """The engine drops these generations within one step. `GenerationLeft` follows for each of them, and no more tokens."""
+
+    tasks: list[TaskId]
 
 
 class RunCommand(WorkerEffect, frozen=True):

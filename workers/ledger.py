@@ -1,13 +1,16 @@
-"""A worker's work, batches and texts: what is inside the engine, what is held back, which answers are kept. Pure.
+"""A worker's work, batches, texts and generations: what is inside the engine, what is held back, which answers are kept. Pure.
 
-`machine` decides whether work is taken, and when it is dropped; here is where each piece of it is.
+`machine` decides whether work is taken, and when it is dropped; here is where each piece of it is. A generation has no answer
+that could be kept: its tokens are sent as they come, and the coordinator takes it back when a link was lost.
 """
 
 from collections.abc import Iterable
 
 from enginepool.protocol.messages import TaskId
 from enginepool.workers.events import (
+    CancelGenerations,
     RunBatch,
+    RunGeneration,
     RunTokenize,
     SendToCoordinator,
     WorkerEffect,
@@ -17,7 +20,7 @@ from enginepool.workers.events import (
 KEPT_ANSWERS = 64
 KEPT_BYTES = 16 << 20
 
-Run = RunBatch | RunTokenize
+Run = RunBatch | RunTokenize | RunGeneration
 
 
 class TaskLedger:
@@ -30,6 +33,12 @@ class TaskLedger:
         self.held: dict[TaskId, Run] = {}
         #: dropped work that is still inside the engine
         self.leaving: set[TaskId] = set()
+        #: the generations of `running`
+        self.generating: set[TaskId] = set()
+        #: generations that were stopped one by one, and are still inside the engine: only new weights wait for them
+        self.stopped: set[TaskId] = set()
+        #: the last generation that was taken; their counters grow, so a lower one is a copy
+        self.latest: TaskId = (0, 0)
         #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
         self.answers: dict[TaskId, SendToCoordinator] = {}
         self.answer_bytes = 0
@@ -47,6 +56,9 @@ class TaskLedger:
     def begin(self, task: TaskId, run: Run, *, hold: bool) -> list[WorkerEffect]:
         """Take work, which goes into the engine at once unless it is to be held, or something is still leaving the engine."""
         self.running.add(task)
+        if isinstance(run, RunGeneration):
+            self.generating.add(task)
+            self.latest = task
         if self.leaving or hold:
             self.held[task] = run
             return []
@@ -79,14 +91,39 @@ class TaskLedger:
         unsent, self.unsent = self.unsent, {}
         return unsent.values()
 
-    def drop(self) -> None:
-        """Drop all work and answers. The work inside the engine leaves it."""
-        self.leaving |= self.running - self.held.keys()
+    def stop(self, epoch: int, counters: Iterable[int]) -> list[WorkerEffect]:
+        """Drop these generations, and nothing else."""
+        tasks = self.generating.intersection((epoch, counter) for counter in counters)
+        self.generating -= tasks
+        self.running -= tasks
+        inside = tasks - self.held.keys()
+        for task in tasks - inside:
+            del self.held[task]
+        self.stopped |= inside
+        return _cancel(inside)
+
+    def generation_left(self, task: TaskId) -> bool:
+        """A generation has left the engine. False: it was dropped or stopped before."""
+        if task in self.generating:
+            self.generating.remove(task)
+            self.running.remove(task)
+            return True
+        self.leaving.discard(task)
+        self.stopped.discard(task)
+        return False
+
+    def drop(self) -> list[WorkerEffect]:
+        """Drop all work and answers. The work inside the engine leaves it; generations are cancelled there."""
+        inside = self.running - self.held.keys()
+        cancelled = inside & self.generating
+        self.leaving |= inside
+        self.generating.clear()
         self.running.clear()
         self.held.clear()
         self.answers.clear()
         self.answer_bytes = 0
         self.unsent.clear()
+        return _cancel(cancelled)
 
     def check(self, epoch: int) -> None:
         """Raise AssertionError when an invariant of the state does not hold."""
@@ -94,8 +131,15 @@ class TaskLedger:
         assert not self.running & self.answers.keys(), "answered and running"
         assert not self.running & self.unsent.keys()
         assert all(task[0] == epoch for task in (*self.running, *self.answers, *self.unsent))
-        assert all(task[0] <= epoch for task in self.leaving)
+        assert all(task[0] <= epoch for task in (*self.leaving, *self.stopped, self.latest))
         assert not self.leaving & self.running
+        assert self.generating <= self.running
+        assert not self.stopped & (self.running | self.leaving)
+        assert not self.generating & (self.answers.keys() | self.unsent.keys()), "a generation has no answer"
         assert len(self.answers) <= KEPT_ANSWERS
         assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
         assert self.answer_bytes <= KEPT_BYTES
+
+
+def _cancel(tasks: set[TaskId]) -> list[WorkerEffect]:
+    return [CancelGenerations(sorted(tasks))] if tasks else []

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Batch, Done, Exiting, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights
 from enginepool.workers.events import (
+    CancelGenerations,
     CommandDone,
     DrainWanted,
     EndProcess,
@@ -31,6 +31,7 @@ from enginepool.workers.events import (
     Note,
     RunBatch,
     RunCommand,
+    RunGeneration,
     RunTokenize,
     RunWeights,
     SendToCoordinator,
@@ -39,6 +40,8 @@ from enginepool.workers.events import (
     WorkerEvent,
     WorkerTick,
 )
+from enginepool.workers.failures import one_line, reason_of
+from enginepool.workers.generation import GenerationRunner
 from enginepool.workers.link import WorkerLink
 from enginepool.workers.log import report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
@@ -81,6 +84,7 @@ class WorkerProcess:
         self.tasks: set[asyncio.Task[None]] = set()
         #: commands run between batches
         self.between = BetweenBatches()
+        self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between)
         self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
@@ -116,7 +120,7 @@ class WorkerProcess:
             # An unforeseen state, so an error of any kind: no worker is better than one with wrong answers. The coordinator
             # is told, and the log has the traceback.
             report(error, f"at event {type(event).__name__}")
-            reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
+            reason = f"the worker failed at {type(event).__name__}: {one_line(error)}"
             self.link.send(Exiting(reason, failed=True))
             if not self.end.done():
                 self.end.set_result(EndProcess(Exit.ENGINE_DIED, reason, False))
@@ -127,6 +131,10 @@ class WorkerProcess:
             self.link.send(effect.message, effect.frames)
         elif isinstance(effect, RunBatch | RunTokenize):
             self._spawn(self._work(effect))
+        elif isinstance(effect, RunGeneration):
+            self.generations.run(effect)
+        elif isinstance(effect, CancelGenerations):
+            self.generations.cancel(effect.tasks)
         elif isinstance(effect, RunCommand):
             self._spawn(self._command(effect.command))
         elif isinstance(effect, RunWeights):
@@ -163,10 +171,11 @@ class WorkerProcess:
 
     # --- the engine -----------------------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     async def _load(self) -> None:
         try:
@@ -195,7 +204,7 @@ class WorkerProcess:
         except Exception as error:
             # Engines raise what they like. The coordinator is told in one line, and the log has the traceback.
             report(error, "the engine did not start")
-            self.feed(EngineLost(time.monotonic(), f"the engine did not start: {_one_line(error)}"))
+            self.feed(EngineLost(time.monotonic(), f"the engine did not start: {one_line(error)}"))
             return
         # Engines install handlers of their own while they start.
         self._listen_to_signals()
@@ -252,13 +261,7 @@ class WorkerProcess:
         now = time.monotonic()
         if isinstance(error, EngineDied):
             return EngineLost(now, str(error))
-        if isinstance(error, WireError):
-            reason, code = error.message, error.code
-        elif isinstance(error, EngineError):
-            reason, code = str(error), "engine_error"
-        else:
-            report(error, f"work {key}")
-            reason, code = _one_line(error), "engine_error"
+        reason, code = reason_of(error, f"work {key}")
         return WorkDone(now, key, failed(work, reason, code, self.engine.weights.version))
 
     async def _batch(self, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
@@ -275,19 +278,17 @@ class WorkerProcess:
     async def _command(self, command: Command) -> None:
         answer = Commanded(command.task)
         try:
+            if wanted := self.generations.wanted:
+                # Waiting would hold back all work that comes, until the longest of them has ended.
+                raise EngineError(f"{wanted} generations run, and an engine forgets its prefixes only while nothing runs in it")
             async with self.between.alone():
                 await self.engine.flush()
         except EngineDied as error:
             self.feed(EngineLost(time.monotonic(), str(error)))
             return
         except Exception as error:  # as in `_work`
-            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else _one_line(error)
+            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else one_line(error)
         self.feed(CommandDone(time.monotonic(), answer))
-
-
-def _one_line(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def wants_room(spec: WorkerSpec) -> bool:

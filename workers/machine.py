@@ -13,6 +13,9 @@ epoch waits until the last dropped batch has left: two batches in one forward wo
 delivered twice runs once: its copy is ignored while it runs, and answered with the kept answer afterwards. While the engine
 loads weights (`updates`), and before that while it empties for them, work waits in the same way.
 
+A generation is work too. Its tokens are sent as they come, and dropped while the link is not usable: on a new link the
+coordinator stops it and starts others. The engine is told to drop a stopped one; only new weights wait until it has left.
+
 A worker whose link was silent for too long receives `expired`. It drops its work as for a higher epoch, takes a new incarnation
 and registers again; the engine and its weights stay. An `external` worker, which no coordinator started, has an owner that ends
 it, and waits for a coordinator without a limit.
@@ -27,6 +30,7 @@ from typing import Any, get_args
 from enginepool.protocol import messages as wire
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers import events as ev
+from enginepool.workers.draining import Draining
 from enginepool.workers.engine import ran_out_of_memory
 from enginepool.workers.events import SendToCoordinator, WorkerEffect
 from enginepool.workers.ledger import Run, TaskLedger
@@ -35,7 +39,6 @@ from enginepool.workers.weights.machine import WorkerUpdates
 
 #: how often the shell sends `Tick`
 TICK_S = 0.25
-OWNER_GONE = "the process that owns this worker is gone"
 #: refusals after which this incarnation can never be served
 FINAL_REFUSALS = frozenset({"superseded", "forbidden", "unauthorized", "protocol_version", "unknown_group"})
 
@@ -65,9 +68,7 @@ class WorkerMachine:
         self.incarnation = self.first_incarnation = incarnation
         self.incarnations = 1
         self.group = group
-        self.pid = pid
-        self.host = host
-        self.drain_s = drain_s
+        self.pid, self.host = pid, host
         #: the latest time of any event; never goes back
         self.now = now
         #: the highest epoch accepted; 0 before the first
@@ -84,14 +85,15 @@ class WorkerMachine:
         self.capabilities: wire.Capabilities | None = None
         #: the weights in the engine, and what is asked about them
         self.updates = WorkerUpdates()
-        #: the batches and texts that it was given
+        #: the batches, texts and generations that it was given
         self.work = TaskLedger()
-        self.drain_until: float | None = None
-        self.drain_reason = ""
+        self.draining = Draining(drain_s)
         self.ended: ev.EndProcess | None = None
         self._handlers: dict[type[ev.WorkerEvent], Callable[[Any], list[WorkerEffect]]] = {
             ev.FromCoordinator: self._received,
             ev.WorkDone: lambda event: self._finished(event.task, SendToCoordinator(event.answer, event.frames)),
+            ev.StepsDone: self._generated,
+            ev.GenerationLeft: self._generation_left,
             ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
@@ -101,8 +103,9 @@ class WorkerMachine:
             ev.EngineLost: self._engine_lost,
             **dict.fromkeys(get_args(ev.WeightsReport), self._weights_reported),
             ev.DrainWanted: lambda event: self._drain(event.reason),
-            ev.LifelineClosed: lambda _: self._end(ev.Exit.OWNER_GONE, OWNER_GONE, close=False),
+            ev.LifelineClosed: lambda _: self._end(ev.Exit.OWNER_GONE, "its owner is gone", close=False),
         }
+        self._messages = self._message_handlers()
 
     def __repr__(self) -> str:
         state = "ended" if self.ended else self.stage
@@ -134,31 +137,26 @@ class WorkerMachine:
         return [SendToCoordinator(me)]
 
     def _ask(self) -> list[WorkerEffect]:
-        """Register, unless the last one may still be answered."""
         return self._register() if self.silence.may_ask(self.now) else []
 
     def _received(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
         line = self.silence.end(self.now)
-        return [*([ev.Note(line)] if line else []), *self._act_on(event, event.message)]
+        act = self._messages.get(type(event.message))
+        return [*([ev.Note(line)] if line else []), *(act(event, event.message) if act is not None else [])]
 
-    def _act_on(self, event: ev.FromCoordinator, message: wire.Message) -> list[WorkerEffect]:
-        if isinstance(message, wire.Batch):
-            return self._work(message.batch, ev.RunBatch(message, event.frames, event.unreadable))
-        if isinstance(message, wire.Tokenize):
-            return self._work(message.task, ev.RunTokenize(message, event.frames, event.unreadable))
-        if isinstance(message, wire.Accept):
-            return self._accept(message)
-        if isinstance(message, wire.ErrorReply):
-            return self._refused(message)
-        if isinstance(message, wire.Expired):
-            return self._expired(message)
-        if isinstance(message, wire.Drain):
-            return self._drain("the coordinator asked for it")
-        if isinstance(message, Command):
-            return self._command(message)
-        if isinstance(message, ev.Asked):
-            return self._weights(message, event.frames)
-        return []
+    def _message_handlers(self) -> dict[type[wire.Message], Callable[[ev.FromCoordinator, Any], list[WorkerEffect]]]:
+        return {
+            wire.Batch: lambda e, m: self._work(m.batch, ev.RunBatch(m, e.frames, e.unreadable)),
+            wire.Tokenize: lambda e, m: self._work(m.task, ev.RunTokenize(m, e.frames, e.unreadable)),
+            wire.StartGeneration: lambda e, m: self._start(m, ev.RunGeneration(m, e.frames, e.unreadable)),
+            wire.StopGeneration: lambda _, m: [*self.work.stop(m.epoch, m.tasks), *self._end_if_drained()],
+            wire.Accept: lambda _, m: self._accept(m),
+            wire.ErrorReply: lambda _, m: self._refused(m),
+            wire.Expired: lambda _, m: self._expired(m),
+            wire.Drain: lambda _, m: self._drain("the coordinator asked for it"),
+            Command: lambda _, m: self._command(m),
+            **dict.fromkeys(get_args(ev.Asked), lambda e, m: self._weights(m, e.frames)),
+        }
 
     def _accept(self, message: wire.Accept) -> list[WorkerEffect]:
         if message.epoch < self.epoch:
@@ -178,12 +176,12 @@ class WorkerMachine:
 
     def _drop_all(self, why: str) -> list[WorkerEffect]:
         """Drop the work of a coordinator that has forgotten this worker."""
-        self.work.drop()
+        cancel = self.work.drop()
         if self.updates.exposed:
             # The rest of what the engine receives, and whether it is committed, will never be known.
             reason = f"{why} while the engine took weights from its publisher"
             return [SendToCoordinator(wire.Exiting(reason, failed=True)), *self._end(ev.Exit.ENGINE_DIED, reason, close=False)]
-        return list(self.updates.new_epoch())
+        return [*cancel, *self.updates.new_epoch()]
 
     def _expired(self, message: wire.Expired) -> list[WorkerEffect]:
         """Only the link failed: go on under a new incarnation. A repeated message names an older one."""
@@ -221,6 +219,21 @@ class WorkerMachine:
             return refusal if self.registered else refusal + self._ask()
         return work.begin(task, run, hold=self.updates.busy)
 
+    def _start(self, message: wire.StartGeneration, run: Run) -> list[WorkerEffect]:
+        """A generation that is delivered twice runs once."""
+        return self._work(message.task, run) if message.task > self.work.latest else []
+
+    def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
+        if event.epoch != self.epoch or not self.registered:
+            return []
+        progress = wire.GenerationProgress(event.epoch, self.updates.version, event.steps, event.specs)
+        return [SendToCoordinator(progress, event.frames)]
+
+    def _generation_left(self, event: ev.GenerationLeft) -> list[WorkerEffect]:
+        if self.work.generation_left(event.task):
+            return self._end_if_drained()
+        return [] if self.work.leaving else self._emptied()
+
     def _command(self, message: Command) -> list[WorkerEffect]:
         """A command that is delivered twice runs twice: the first answer may be lost with its link."""
         if message.task[0] != self.epoch or self.stage != "ready":
@@ -239,7 +252,7 @@ class WorkerMachine:
 
     def _emptied(self) -> list[WorkerEffect]:
         """No dropped work is inside the engine: weights first, then the work that was held back."""
-        effects = self._allowed(self.updates.load())
+        effects = [] if self.work.stopped else self._allowed(self.updates.load())
         if not self.updates.busy:
             effects += self.work.release()
         return effects
@@ -248,7 +261,7 @@ class WorkerMachine:
         effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
         if self.updates.waiting is not None:
             # The work inside runs again, elsewhere or on the new weights: its answers are not needed.
-            self.work.drop()
+            effects += self.work.drop()
         return effects + self._resumed()
 
     def _allowed(self, effects: list[WorkerEffect]) -> list[WorkerEffect]:
@@ -298,22 +311,14 @@ class WorkerMachine:
         return [bye, *self._end(code, event.reason, close=False)]
 
     def _drain(self, reason: str) -> list[WorkerEffect]:
-        if self.drain_until is not None:
+        if not self.draining.begin(self.now, reason):
             return []
-        self.drain_until, self.drain_reason = self.now + self.drain_s, reason
         self.stage, self.detail = "draining", reason
         return [*([self._say_stage()] if self.registered else []), *self._end_if_drained()]
 
     def _end_if_drained(self) -> list[WorkerEffect]:
-        if self.drain_until is None:
-            return []
-        owed = self.work.owed
-        if owed and self.now < self.drain_until:
-            return []
-        reason = f"drained: {self.drain_reason}"
-        if owed:
-            reason += f"; {owed} unfinished after {self.drain_s:g} s"
-        return [SendToCoordinator(wire.Exiting(reason)), *self._end(ev.Exit.DRAINED, reason, close=True)]
+        reason = self.draining.over(self.now, self.work.owed)
+        return [SendToCoordinator(wire.Exiting(reason)), *self._end(ev.Exit.DRAINED, reason, close=True)] if reason else []
 
     def _tick(self, event: ev.WorkerTick) -> list[WorkerEffect]:
         silence = self.silence
@@ -335,14 +340,11 @@ class WorkerMachine:
         """Raise AssertionError when an invariant of the state does not hold."""
         work = self.work
         work.check(self.epoch)
-        self.updates.check()
+        self.updates.check(bool(work.leaving or work.stopped), work.running == work.held.keys())
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
-        assert self.updates.loading is None or not work.leaving, "weights are loaded during work"
-        assert self.updates.loading is None or work.running == work.held.keys(), "weights are loaded during work"
-        assert self.updates.waiting is None or work.leaving or self.updates.loading, "weights wait for nothing"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None
-        assert (self.stage == "draining") == (self.drain_until is not None)
+        assert (self.stage == "draining") == (self.draining.until is not None)
         assert self.capabilities is not None or not work.running
         assert self.silence.heard_at <= self.now and self.silence.asked_at <= self.now

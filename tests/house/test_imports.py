@@ -26,7 +26,7 @@ PURE_FOLDERS = (
 #: Pure files elsewhere.
 PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
     f"workers/{name}.py"
-    for name in ("machine", "engine", "events", "ledger", "silence", "weights/machine", "weights/worker_update")
+    for name in ("machine", "engine", "events", "draining", "ledger", "silence", "weights/machine", "weights/worker_update")
 }
 
 #: What would let time, chance, other threads or the outside world into a decision.

@@ -76,7 +76,7 @@ class WeightExecutor:
         stager: str,
         engine: Engine,
         feed: Callable[[WorkerEvent], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         roots: Sequence[str] = (),
     ) -> None:
         self._engine = engine

@@ -319,9 +319,12 @@ class WorkerUpdates:
             return []
         return self._release(self.update.prepare.update, "another coordinator has taken over")
 
-    def check(self) -> None:
-        """Raise AssertionError when an invariant does not hold."""
+    def check(self, leaving: bool, held: bool) -> None:
+        """Raise AssertionError when an invariant does not hold. `leaving`: dropped work is inside the engine; `held`: all other
+        work is held back."""
         update = self.update
+        assert self.loading is None or (held and not leaving), "weights are loaded during work"
+        assert self.waiting is None or leaving or self.loading is not None, "weights wait for nothing"
         assert update is None or not update.closed
         assert update is None or LoadWeights in update.requested or WeightsLoaded not in update.answers
         assert not isinstance(self.waiting, LoadWeights) or (update is not None and LoadWeights in update.requested)

@@ -1,0 +1,166 @@
+"""Generations inside the engine: each is a task of the loop, and what all of them generate in one turn is one message."""
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from enginepool.protocol.messages import MAX_MATCHED, MAX_SEQUENCES, FrameSpec, Step, TaskId
+from enginepool.workers.between_batches import BetweenBatches
+from enginepool.workers.codec import decode_generation
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewTokens
+from enginepool.workers.events import EngineLost, Frame, GenerationLeft, RunGeneration, StepsDone, WorkerEvent
+from enginepool.workers.failures import reason_of
+
+_ENDED = -1
+
+
+class OutgoingSteps:
+    """The new tokens of all generations, until the loop's next turn. This is the hot path: once for each token.
+
+    Args:
+        feed: takes a `StepsDone` with all of them.
+    """
+
+    def __init__(self, feed: Callable[[WorkerEvent], None]) -> None:
+        self._feed = feed
+        self._epoch = 0
+        self._clear()
+        self._due = False
+
+    def _clear(self) -> None:
+        self._steps: list[Step] = []
+        self._tokens = array("i")
+        #: as many as tokens, NaN where none were asked for; None: none were asked for yet
+        self._logprobs: array[float] | None = None
+
+    def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """The next tokens of a sequence."""
+        if epoch != self._epoch:
+            self._clear()  # work of an earlier epoch was dropped
+            self._epoch = epoch
+        self._steps.append(step)
+        if logprobs and self._logprobs is None:
+            self._logprobs = array("f", [math.nan]) * len(self._tokens)
+        self._tokens.extend(tokens)
+        if self._logprobs is not None:
+            self._logprobs.extend(logprobs or [math.nan] * len(tokens))
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Hand over what is there now."""
+        self._due = False
+        if not self._steps:
+            return
+        shape = (len(self._tokens),)
+        specs = [FrameSpec("tokens", "int32", shape)]
+        frames: list[Frame] = [self._tokens.tobytes()]
+        if self._logprobs is not None:
+            specs.append(FrameSpec("logprobs", "float32", shape))
+            frames.append(self._logprobs.tobytes())
+        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames))
+        self._clear()
+        self._feed(event)
+
+
+class RunningGeneration:
+    """One task: at which positions its sequences are."""
+
+    __slots__ = ("_at", "_out", "stopped", "task", "work")
+
+    def __init__(self, run: RunGeneration, out: OutgoingSteps) -> None:
+        self.task = run.message.task
+        #: cancelled: what it still generates is dropped
+        self.stopped = False
+        self.work: asyncio.Task[None] | None = None
+        self._out = out
+        # A number that is too large is refused with the rest of the message.
+        self._at = [run.message.at] * min(max(1, run.message.n), MAX_SEQUENCES)
+
+    def emit(self, new: NewTokens) -> None:
+        """The engine has generated tokens."""
+        if self.stopped:
+            return
+        sequence, tokens = new.sequence, new.tokens
+        at, count, matched = self._at[sequence], len(tokens), new.matched
+        self._at[sequence] = _ENDED if new.reason else at + count
+        if isinstance(matched, str):
+            matched = matched[:MAX_MATCHED]
+        epoch, counter = self.task
+        self._out.add(epoch, Step(counter, sequence, at, count, new.reason, matched), tokens, new.logprobs)
+
+    def fail(self, why: str) -> None:
+        """The engine is done with it. Its first sequence that has not ended says why, if there is one."""
+        for sequence, at in enumerate(self._at):
+            if at != _ENDED:
+                epoch, counter = self.task
+                self._out.add(epoch, Step(counter, sequence, at, 0, "error", " ".join(why.split())[:MAX_MATCHED]), (), ())
+                return
+
+
+class GenerationRunner:
+    """Performs `RunGeneration` and `CancelGenerations`.
+
+    Args:
+        feed: takes what happens.
+        spawn: runs a coroutine at the same time as the loop's other work.
+        between: the door of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        feed: Callable[[WorkerEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        between: BetweenBatches,
+    ) -> None:
+        self._engine, self._feed, self._spawn, self._between = engine, feed, spawn, between
+        self._out = OutgoingSteps(feed)
+        self._running: dict[TaskId, RunningGeneration] = {}
+
+    @property
+    def wanted(self) -> int:
+        """Generations inside that were not cancelled."""
+        return sum(not one.stopped for one in self._running.values())
+
+    def run(self, run: RunGeneration) -> None:
+        """Give a generation to the engine."""
+        one = RunningGeneration(run, self._out)
+        self._running[one.task] = one
+        one.work = self._spawn(self._generate(run, one))
+        # Not in the coroutine: one that is cancelled before its first step does not run at all.
+        one.work.add_done_callback(partial(self._left, one))
+
+    def cancel(self, tasks: Sequence[TaskId]) -> None:
+        """The engine drops these."""
+        for task in tasks:
+            one = self._running[task]
+            one.stopped = True
+            assert one.work is not None
+            one.work.cancel()
+
+    async def _generate(self, run: RunGeneration, one: RunningGeneration) -> None:
+        if run.unreadable:
+            raise EngineError(run.unreadable)
+        task = decode_generation(run.message, run.frames)
+        async with self._between.batch():
+            await self._engine.generate(task, one.emit)
+
+    def _left(self, one: RunningGeneration, work: asyncio.Task[None]) -> None:
+        del self._running[one.task]
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, EngineDied):
+            self._feed(EngineLost(time.monotonic(), str(error)))
+            return
+        why = "the engine returned before the sequence had ended"
+        if isinstance(error, Exception):
+            why, _ = reason_of(error, f"generation {one.task}")
+        if not one.stopped:
+            one.fail(why)
+            self._out.flush()
+        self._feed(GenerationLeft(time.monotonic(), one.task))
