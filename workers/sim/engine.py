@@ -18,8 +18,10 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import (
     BatchOutcome,
+    Emit,
     EngineDied,
     EngineError,
+    GenerationTask,
     Report,
     RowBatch,
 )
@@ -28,6 +30,7 @@ from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, spoil, suffer
+from enginepool.workers.sim.generation import SimGenerator
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
@@ -80,7 +83,11 @@ class SimEngine:
             cached_tokens=max(tokens, inflight_tokens // settings.forwards_in_flight) if cached else 0,
             **sizes,
         )
-        if any((o.forward_s, o.row_s, o.token_s)):
+        self._generator: SimGenerator | None = None
+        if o.generates:
+            self._capabilities = can = self._generating(self._capabilities)
+            self._generator = SimGenerator(o, can.inflight_rows, self._weights_now, self._suffer)
+        elif any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)
         self._costs = any((o.forward_s, o.row_s, o.token_s))
         self._random = random.Random(o.seed)
@@ -100,6 +107,14 @@ class SimEngine:
         seconds = o.forward_s + rows * o.row_s + tokens * o.token_s
         return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
 
+    @staticmethod
+    def _generating(can: Capabilities) -> Capabilities:
+        """`can` of an engine that does nothing but generate."""
+        return msgspec.structs.replace(
+            can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
+            embedding=0, max_item=0, cached_query=0, cached_tokens=0,
+        )  # fmt: skip
+
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
         """Take `load_s` and say what the options say."""
         self._capabilities = halved(self._capabilities, halvings)
@@ -116,7 +131,7 @@ class SimEngine:
     async def flush(self) -> None:
         """It keeps nothing, and counts. Raises EngineError: a batch is inside."""
         self._must_live()
-        if self._busy:
+        if self._busy or (self._generator is not None and self._generator.busy):
             raise EngineError("the sim engine was flushed while it ran a batch")
         self.flushes += 1
 
@@ -142,8 +157,8 @@ class SimEngine:
         """Run one batch, after the running one and those of higher priority."""
         self._given += 1
         self._must_live()
-        if batch.operation not in self._operations:
-            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._operations)}")
+        if batch.operation not in self._capabilities.operations:
+            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._capabilities.operations)}")
         if self._capabilities.packed:
             self._must_pack(batch)
         faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
@@ -159,6 +174,16 @@ class SimEngine:
             return spoil(self._answer(batch), batch, faults)
         finally:
             self._pass_on()
+
+    async def generate(self, task: GenerationTask, emit: Emit) -> None:
+        """Continue a prompt, together with all others."""
+        self._must_live()
+        if self._generator is None:
+            raise EngineError("generate: options.generates is false")
+        await self._generator.generate(task, emit)
+
+    def _weights_now(self) -> Weights:
+        return Weights(self.options.seed, self.weights.version, self.weights.digest)
 
     def _must_live(self) -> None:
         if self._reason:
@@ -224,7 +249,7 @@ class SimEngine:
         o, operation = self.options, self._operations[batch.operation]
         if batch.hidden and not o.hidden:
             raise EngineError("hidden states are not available: options.hidden is 0")
-        weights = Weights(o.seed, self.weights.version, self.weights.digest)
+        weights = self._weights_now()
         parts = tuple(operation.outputs(part, o, weights, hidden=batch.hidden) for part in batch.parts)
         return BatchOutcome(parts, self._forwards(batch), self.weights.version)
 

@@ -6,10 +6,13 @@ import signal
 import time
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
-from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, EngineUnusable, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, EngineUnusable, Ids, RowBatch, RowPart
 from enginepool.workers.sim.options import Fault
+
+_NO_ITEMS = np.zeros(0, np.uint32)
 
 
 def faults_on_load(faults: Iterable[Fault]) -> list[Fault]:
@@ -33,9 +36,21 @@ def faults_of(faults: Iterable[Fault], batch: RowBatch, number: int) -> list[Fau
         fault
         for fault in faults
         if not fault.kind.endswith(("_on_load", "_on_take"))
+        and fault.at_step is None
         and (fault.at_batch is None or fault.at_batch == number)
         and (fault.on_token is None or any(_has(part, fault.on_token) for part in batch.parts))
     ]
+
+
+def faults_of_task(faults: Iterable[Fault], prompt: Ids, number: int) -> list[Fault]:
+    """Those of a generation, the engine's `number`th, from 1."""
+    found = faults_of(faults, RowBatch((RowPart(prompt, prompt[:0], _NO_ITEMS),)), number)
+    return [msgspec.structs.replace(fault, on_token=None) for fault in found]
+
+
+def faults_of_step(faults: Iterable[Fault], number: int) -> list[Fault]:
+    """Those of a step of generation, from 1."""
+    return [fault for fault in faults if fault.at_step == number]
 
 
 async def suffer(fault: Fault, rows: int = 0) -> None:

@@ -31,7 +31,8 @@ FaultKind = Literal[
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that goes wrong, at the n-th batch that this engine is given (from 1), or in any batch with a token id in it.
-    Without either: at every batch. `*_on_take`: at the n-th new weights.
+    Without either: at every batch. `*_on_take`: at the n-th new weights. An engine that generates has tasks in place of
+    batches, and may have it go wrong at its n-th step instead, for all sequences that run.
 
     crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
     block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
@@ -46,6 +47,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: FaultKind
     at_batch: int | None = None
     at_take: int | None = None
+    at_step: int | None = None
     on_token: int | None = None
     seconds: float = 1.0
     rows: int = 0
@@ -60,7 +62,9 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
     engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
-    with quantized weights does.
+    with quantized weights does. `generates`: it continues prompts, and does nothing else; it runs `inflight_rows` sequences at
+    once, all of them together in each step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a
+    sequence; 0: none does.
     """
 
     kind: Kind = "causal"
@@ -85,6 +89,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: list[Any] = []
     held: str = ""
     only_at_start: bool = False
+    generates: bool = False
+    end_every: int = 100
     faults: list[Fault] = []
 
 
@@ -108,7 +114,21 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         raise ValueError(f"options of engine sim: separator = {read.separator}: must be a token id, 0 to {read.vocab - 1}")
     if read.kind == "embedding" and not read.embedding:
         raise ValueError("options of engine sim: embedding = 0: must be more than 0 where kind is 'embedding'")
-    for key in ("hidden", "embedding", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
+    if read.generates and read.kind != "causal":
+        raise ValueError(f"options of engine sim: generates = true: kind must be 'causal', got {read.kind!r}")
+    for key in (
+        "hidden",
+        "embedding",
+        "end_every",
+        "version",
+        "seed",
+        "load_s",
+        "forward_s",
+        "row_s",
+        "token_s",
+        "jitter",
+        "take_s",
+    ):
         if not 0 <= getattr(read, key) < 1 << 62:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must not be negative")
     return read

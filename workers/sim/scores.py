@@ -26,9 +26,9 @@ from enginepool.workers.engine import Floats, Ids, Lengths, Outputs, RowPart
 from enginepool.workers.sim.operation import SimOperation, Weights
 from enginepool.workers.sim.options import SimOptions
 
-_A = 0x9E3779B97F4A7C15
+A = 0x9E3779B97F4A7C15
 _B = 0xD1B54A32D192ED03
-_C = 0x8CB92BA72F3D8DD7
+C = 0x8CB92BA72F3D8DD7
 _D = 0xA0761D6478BD642F
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
@@ -106,7 +106,7 @@ def expected_scores(
 
 def salt_of(weights: Weights) -> int:
     """What the weights add to each column."""
-    return _A * weights.seed + _B * weights.version + _D * weight_of(weights.digest)
+    return A * weights.seed + _B * weights.version + _D * weight_of(weights.digest)
 
 
 def hashes_of(part: RowPart) -> npt.NDArray[np.uint64]:
@@ -171,10 +171,11 @@ def uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], sa
 
 @lru_cache(256)
 def _factors(columns: range | tuple[int, ...], salt: int) -> npt.NDArray[np.uint64]:
-    return np.array([_mix((salt + _C * (column + 1)) & _64) | 1 for column in columns], np.uint64)
+    return np.array([mix((salt + C * (column + 1)) & _64) | 1 for column in columns], np.uint64)
 
 
-def _mix(z: int) -> int:
+def mix(z: int) -> int:
+    """The finalizer of splitmix64."""
     z = (z ^ (z >> 30)) * _M1 & _64
     z = (z ^ (z >> 27)) * _M2 & _64
     return z ^ (z >> 31)

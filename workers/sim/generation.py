@@ -1,0 +1,148 @@
+"""How the sim engine generates: all its sequences get one token in each step, as in a running batch."""
+
+import asyncio
+import heapq
+from collections.abc import Awaitable, Callable
+
+from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.sim.faults import faults_of_step, faults_of_task
+from enginepool.workers.sim.operation import Weights
+from enginepool.workers.sim.options import Fault, SimOptions
+from enginepool.workers.sim.tokens import SimSequence
+
+
+class _Entry:
+    """A task: its sequences wait for slots, or run."""
+
+    def __init__(self, task: GenerationTask, emit: Emit, options: SimOptions, number: int) -> None:
+        self.task, self.emit, self.number = task, emit, number
+        prompt = task.prompt.astype("<i4").tobytes()
+        self.sequences = {i: SimSequence(prompt, task.sampling, i, options.vocab, options.end_every) for i in range(task.n)}
+        #: its caller has gone
+        self.dropped = False
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def leave(self, error: Exception | None = None) -> None:
+        self.sequences.clear()
+        if self.left.done():
+            return
+        if error is None or self.dropped:
+            self.left.set_result(None)
+        else:
+            self.left.set_exception(error)
+
+
+class SimGenerator:
+    """The running batch.
+
+    Args:
+        slots: sequences that run at once; others wait, by priority.
+        weights: those of now.
+        suffer: has the engine suffer a fault, with so many rows.
+    """
+
+    def __init__(
+        self,
+        options: SimOptions,
+        slots: int,
+        weights: Callable[[], Weights],
+        suffer: Callable[[Fault, int], Awaitable[None]],
+    ) -> None:
+        self._options, self._slots, self._weights, self._suffer = options, slots, weights, suffer
+        self._given = self._steps = 0
+        #: (-priority, number, sequence, task)
+        self._waiting: list[tuple[int, int, int, _Entry]] = []
+        #: the sequences with a slot
+        self._running: list[tuple[_Entry, int]] = []
+        #: a caller has gone since the last step
+        self._dropped = False
+        self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is inside."""
+        return self._loop is not None
+
+    async def generate(self, task: GenerationTask, emit: Emit) -> None:
+        """As `Engine.generate`."""
+        self._given += 1
+        entry = _Entry(task, emit, self._options, self._given)
+        for i in entry.sequences:
+            heapq.heappush(self._waiting, (-task.priority, self._given, i, entry))
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._run())
+        try:
+            await asyncio.shield(entry.left)
+        except asyncio.CancelledError:
+            if not entry.left.done():
+                entry.dropped = self._dropped = True
+                await entry.left
+            raise
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._running:
+                await self._step()
+        except Exception as error:  # the engine died, or there is a mistake in here: all callers hear of it
+            for entry in (*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)):
+                entry.leave(error)
+            self._waiting, self._running = [], []
+        finally:
+            self._loop = None
+
+    async def _step(self) -> None:
+        """One forward, and what it generated."""
+        o = self._options
+        tokens = await self._admit()
+        self._steps += 1
+        for fault in faults_of_step(o.faults, self._steps):
+            try:
+                await self._suffer(fault, len(self._running))
+            except EngineError as error:
+                for entry, _ in self._running:
+                    entry.leave(EngineError(str(error)))
+        rows = len(self._running)
+        await asyncio.sleep(o.forward_s + rows * o.row_s + (rows + tokens) * o.token_s)
+        weights = self._weights()
+        if self._dropped:
+            self._drop()
+        for entry, i in self._running:
+            if i in entry.sequences:
+                self._next(entry, i, weights)
+        self._running = [(entry, i) for entry, i in self._running if i in entry.sequences]
+
+    def _drop(self) -> None:
+        """Tasks without a caller leave."""
+        self._dropped = False
+        for entry in (*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)):
+            if entry.dropped:
+                entry.leave()
+        self._waiting = [waiting for waiting in self._waiting if not waiting[3].dropped]
+        heapq.heapify(self._waiting)
+
+    async def _admit(self) -> int:
+        """Fill free slots. Returns the tokens of the prompts that the next forward computes."""
+        tokens = 0
+        while self._waiting and len(self._running) < self._slots:
+            *_, i, entry = heapq.heappop(self._waiting)
+            if i not in entry.sequences:
+                continue  # its task has failed
+            self._running.append((entry, i))
+            if i:
+                continue  # its prompt is computed once
+            tokens += len(entry.task.prompt)
+            for fault in faults_of_task(self._options.faults, entry.task.prompt, entry.number):
+                try:
+                    await self._suffer(fault, len(self._running) + len(entry.sequences) - 1)
+                except EngineError as error:
+                    entry.leave(EngineError(str(error)))
+        return tokens
+
+    def _next(self, entry: _Entry, i: int, weights: Weights) -> None:
+        token, logprob, reason = entry.sequences[i].next(weights)
+        if reason:
+            del entry.sequences[i]
+        matched = token if reason == "stop" else None
+        entry.emit(NewTokens(i, (token,), (logprob,) if entry.task.logprobs else (), reason, matched))
+        if not entry.sequences:
+            entry.leave()

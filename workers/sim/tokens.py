@@ -1,0 +1,140 @@
+"""The tokens of the sim engine: each is a pure function of all tokens before it, the seed, and the weights.
+
+With the names of `scores`, for the ids p of the prompt and the output so far, as little-endian int32:
+
+    h     = mix((crc + 1) * k), with the column c = 2**34
+    token = ((h >> 32) * vocab) >> 32, or the next one modulo vocab that is allowed here
+    END   in place of it, if (h modulo 2**32) * end_every < 2**32
+    its logprob: the logarithm of ((h >> 41) + 0.5) / 2**23
+
+The first token of a sample s > 0 has h = mix((crc + 1) * k + A * s), unless the temperature is 0. END ends a sequence, as the
+token ids do that its request names; `ignore_eos` lets both pass. Neither is allowed before `min_new_tokens`.
+"""
+
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from enginepool.protocol.messages import Sampling
+from enginepool.workers.sim.operation import Weights
+from enginepool.workers.sim.scores import A, C, mix, salt_of
+
+#: the token with which the model ends a text
+END = 2
+#: one in so many tokens is END
+END_EVERY = 100
+_COLUMN = 1 << 34
+_64 = (1 << 64) - 1
+_32 = 1 << 32
+
+
+class Drawn(NamedTuple):
+    """A token, and whether the sequence ends with it."""
+
+    token: int
+    logprob: float
+    reason: Literal["", "stop", "length"]
+
+
+class SimSequence:
+    """One sequence while it is generated.
+
+    Args:
+        prompt: as bytes of int32.
+        sample: which of the samples of its prompt it is.
+    """
+
+    __slots__ = ("_crc", "_end_every", "_sample", "_sampling", "_stops", "_vocab", "count")
+
+    def __init__(self, prompt: bytes | memoryview, sampling: Sampling, sample: int, vocab: int, end_every: int) -> None:
+        self._crc = zlib.crc32(prompt)
+        self._sampling, self._vocab, self._end_every = sampling, vocab, end_every
+        self._sample = sample if sampling.temperature else 0
+        self._stops = {END, *sampling.stop_token_ids}
+        #: tokens so far
+        self.count = 0
+
+    def next(self, weights: Weights) -> Drawn:
+        """Its next token, by these weights."""
+        sampling, vocab = self._sampling, self._vocab
+        h = (self._crc + 1) * _factor(weights)
+        if self._sample:
+            h += A * self._sample
+            self._sample = 0
+        h = mix(h & _64)
+        early = self.count < sampling.min_new_tokens
+        token = (h >> 32) * vocab >> 32
+        if self._end_every and not early and (h & (_32 - 1)) * self._end_every < _32 and vocab > END:
+            token = END
+        else:
+            refused = self._stops if early else (END,)
+            for _ in range(len(refused)):
+                if token not in refused:
+                    break
+                token = (token + 1) % vocab
+        self._crc = zlib.crc32(token.to_bytes(4, "little"), self._crc)
+        self.count += 1
+        logprob = math.log(((h >> 41) + 0.5) / 2**23)
+        if not early and not sampling.ignore_eos and token in self._stops:
+            return Drawn(token, logprob, "stop")
+        return Drawn(token, logprob, "length" if self.count >= sampling.max_new_tokens else "")
+
+
+@lru_cache(256)
+def _factor(weights: Weights) -> int:
+    return mix((salt_of(weights) + C * (_COLUMN + 1)) & _64) | 1
+
+
+def next_token(
+    tokens: Sequence[int],
+    version: int = 0,
+    vocab: int = 151_936,
+    *,
+    seed: int = 0,
+    digest: str = "",
+    end_every: int = END_EVERY,
+) -> int:
+    """The token that follows `tokens`, prompt and output, where nothing is forbidden."""
+    sequence = SimSequence(_bytes(tokens), Sampling(), 0, vocab, end_every)
+    return sequence.next(Weights(seed, version, digest)).token
+
+
+def expected_output(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    sample: int = 0,
+    spans: Sequence[tuple[int, int]] = (),
+    digests: Mapping[int, str] | None = None,
+    vocab: int = 151_936,
+    seed: int = 0,
+    end_every: int = END_EVERY,
+) -> tuple[list[int], list[float], str]:
+    """(tokens, logprobs, reason) of a whole sequence, however often it was interrupted.
+
+    Args:
+        spans: (version, tokens) as its answer has them; the last version goes on without an end. Without any: version 0.
+        digests: of the versions; "" where it has none.
+    """
+    sequence = SimSequence(_bytes(prompt), sampling, sample, vocab, end_every)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions = [version for version, count in spans for _ in range(count)] or [0]
+    while True:
+        version = versions[min(len(tokens), len(versions) - 1)]
+        drawn = sequence.next(Weights(seed, version, (digests or {}).get(version, "")))
+        tokens.append(drawn.token)
+        logprobs.append(drawn.logprob)
+        if drawn.reason:
+            return tokens, array("f", logprobs).tolist(), drawn.reason
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+    ids = array("i", tokens)
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return ids.tobytes()
