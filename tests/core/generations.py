@@ -51,10 +51,17 @@ def generate(
         specs += [FrameSpec("output", "int32", (len(flat),)), FrameSpec("output_lengths", "uint32", (len(output),))]
         frames += [flat.tobytes(), np.array([len(row) for row in output], np.uint32).tobytes()]
     message = Generate(
-        1, specs, n=n, sampling=msgspec.convert({"max_new_tokens": 8, **sampling}, Sampling), stream=stream, credit=credit, logprobs=logprobs,
-        partial=partial, ended=ended or [],
-    )  # fmt: skip
-    return GENERATE.open(msgspec.convert(msgspec.to_builtins(message), Generate), frames)
+        1,
+        specs,
+        n=n,
+        sampling=msgspec.convert({"max_new_tokens": 8, **sampling}, Sampling),
+        stream=stream,
+        credit=credit,
+        logprobs=logprobs,
+        partial=partial,
+        ended=ended or [],
+    )
+    return GENERATE.open(message, frames)
 
 
 class GeneratingPool(Pool):

@@ -61,7 +61,7 @@ class Sequence:
 class Generation(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
-    __slots__ = ("behind", "credit", "losses", "sent", "sequences", "taken", "tasks")
+    __slots__ = ("behind", "blocks", "credit", "losses", "sent", "sequences", "taken", "tasks")
 
     def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
@@ -71,6 +71,8 @@ class Generation(Generic[T]):
             self.sequences[at].end = end
         #: the tasks in which workers run some of them
         self.tasks: dict[TaskId, T] = {}
+        #: of the prompt whose sequences are next: its number, and its blocks (`prefix_affinity.py`)
+        self.blocks: tuple[int, list[int]] = (-1, [])
         #: how often a worker was lost with it
         self.losses = 0
         #: sequences of a stream whose client has not been sent all, tokens or end; in the order in which it is sent them

@@ -12,6 +12,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
+from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
@@ -32,8 +33,8 @@ class Group:
     __slots__ = (
         "blocked", "config", "counts", "cut", "down", "expected", "first_answer", "halvings", "heard_committed", "history",
         "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
-        "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens", "slots",
-        "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
+        "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
+        "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
         "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -79,6 +80,8 @@ class Group:
         #: the open plain workers, and the open packed ones
         self.routing: Routing[Worker] = Routing()
         self.packed_routing: Routing[Worker] = Routing()
+        #: which worker was given the beginning of a prompt to generate from
+        self.prefixes: PrefixIndex[Worker] = PrefixIndex()
         #: the highest priority of late, and when a request last came with it
         self.peak = -MAX_PRIORITY
         self.peak_at = 0.0

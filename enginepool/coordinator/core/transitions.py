@@ -114,6 +114,7 @@ def have_weights(core: Context, worker: Worker) -> None:
 def commit_weights(group: Group, weights: GroupWeights) -> None:
     """Other weights are the committed ones. The group is on hold; `release` finds the states of its workers."""
     group.weights, group.version = weights, weights.version
+    group.prefixes.clear()
 
 
 def fall_behind(core: Context, group: Group) -> None:

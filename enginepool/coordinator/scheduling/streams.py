@@ -14,6 +14,7 @@ from enginepool.coordinator.core.request_state import RUNNING
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.prefix_affinity import blocks_of, bound
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import take
 from enginepool.protocol.messages import FrameSpec, StartGeneration
@@ -24,13 +25,34 @@ from enginepool.protocol.ragged import Offsets
 EXPECTED_TOKENS = 4096
 
 
+def preferred(request: Request, least: Worker) -> Worker:
+    """The worker that had the beginning of the next prompt, if it has room, and not much more to do than `least`."""
+    state = request.generation
+    assert state is not None
+    prompt = request.back[0][0] // _generation(request).n
+    if state.blocks[0] != prompt:
+        state.blocks = prompt, blocks_of(_prompt(request, prompt))
+    worker = request.group.prefixes.find(state.blocks[1])
+    if worker is None or worker is least or not worker.open or worker.rows > bound(least.rows):
+        return least
+    can = worker.capabilities
+    assert can is not None
+    cost, (_, start, end) = next_sequences(request, worker, can.inflight_rows - worker.rows)
+    return worker if end > start and cost <= can.inflight_tokens - worker.cost else least
+
+
 def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
-    """A task of the head of `lane` on `worker`; None when no sequence of it fits now."""
-    can, head = worker.capabilities, lane.head
-    assert can is not None and head is not None
+    """A task of the head of `lane` on `worker`, which has the least to do, or on the one that had the beginning of its prompt;
+    None when no sequence of it fits now."""
+    head = lane.head
+    assert head is not None and head.generation is not None
+    worker = preferred(head, worker)
+    can = worker.capabilities
+    assert can is not None
     cost, slice_ = next_sequences(head, worker, can.inflight_rows - worker.rows)
     if not slice_[2] - slice_[1] or cost > can.inflight_tokens - worker.cost:
         return None
+    head.group.prefixes.add(head.generation.blocks[1], worker)
     take(core, slice_)
     if head.state != RUNNING:
         queue.charge(lane, cost)

@@ -1,0 +1,90 @@
+"""Streams in flight: what a load does, and what it measures. A contestant is a function that streams one prompt."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import IO
+
+import msgspec
+import numpy as np
+
+#: The part of a phase that does not count: in it the contestant is not full yet.
+RAMP = 0.3
+
+#: Streams the answer to token ids with so many new tokens: yields how many tokens came.
+StreamPrompt = Callable[[list[int], int], AsyncIterator[int]]
+
+
+class Phase(msgspec.Struct, forbid_unknown_fields=True):
+    """So many streams at once for so many seconds: `prompt` random token ids below `vocab` each, `tokens` new ones."""
+
+    streams: int
+    seconds: float
+    prompt: int
+    tokens: int
+    vocab: int
+    seed: int
+
+
+class Streamed(msgspec.Struct):
+    """What came in a phase, after its ramp: tokens a second, milliseconds until the first token of each stream that began
+    then, and streams that did not get all their tokens."""
+
+    per_second: float
+    first_ms: list[float]
+    failed: int = 0
+    failure: str = ""
+
+
+async def run_phase(stream: StreamPrompt, phase: Phase) -> Streamed:
+    """Keep `phase.streams` streams going, a new one for each that ends."""
+    chance = np.random.default_rng(phase.seed)
+    begin = time.perf_counter()
+    start, end = begin + RAMP * phase.seconds, begin + phase.seconds
+    counted, first_ms, failures = 0, list[float](), list[str]()
+
+    async def again(prompts: np.ndarray) -> None:  # type: ignore[type-arg]
+        nonlocal counted
+        for prompt in prompts.tolist():
+            asked = time.perf_counter()
+            if asked >= end:
+                return
+            got = 0
+            async for count in stream(prompt, phase.tokens):
+                now = time.perf_counter()
+                if not got and asked >= start:
+                    first_ms.append((now - asked) * 1000)
+                got += count
+                if start <= now < end:
+                    counted += count
+                if now >= end:
+                    break
+            else:
+                if got != phase.tokens:
+                    failures.append(f"{got} tokens of {phase.tokens}")
+
+    rounds = max(2, int(phase.seconds * 8))
+    tasks = [
+        asyncio.create_task(again(chance.integers(10, phase.vocab, (rounds, phase.prompt), dtype=np.int64)))
+        for _ in range(phase.streams)
+    ]
+    await asyncio.gather(*tasks)
+    return Streamed(counted / (end - start), first_ms, len(failures), failures[0] if failures else "")
+
+
+async def serve(stream: StreamPrompt, voice: IO[str], hello: dict[str, str]) -> None:
+    """Say hello, then run the phases on stdin until its end. One JSON line for each."""
+    say(voice, hello)
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), _stdin())
+    while line := await reader.readline():
+        say(voice, await run_phase(stream, msgspec.json.decode(line, type=Phase)))
+
+
+def say(voice: IO[str], message: object) -> None:
+    voice.write(msgspec.json.encode(message).decode() + "\n")
+    voice.flush()
+
+
+def _stdin() -> IO[bytes]:
+    return open(0, "rb", buffering=0, closefd=False)

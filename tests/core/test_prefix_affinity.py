@@ -1,0 +1,94 @@
+"""Requests prefer the worker that has computed the beginning of their prompt, and the load stays even."""
+
+import msgspec
+import numpy as np
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
+from enginepool.coordinator.scheduling.prefix_affinity import BLOCK, MOST_BLOCKS, REMEMBERED, PrefixIndex, blocks_of, bound
+from enginepool.protocol.messages import FrameSpec, Generate, Sampling, StartGeneration
+from tests.core.generations import CAN, GeneratingPool
+
+#: 64 slots, and room for long conversations
+ROOMY = msgspec.structs.replace(
+    CAN, vocab=1 << 20, context=1 << 20, batch_tokens=1 << 22, inflight_tokens=1 << 22, batch_rows=64, inflight_rows=64
+)
+
+
+def ask(prompt: list[int]) -> GenerateWork:
+    specs = [FrameSpec("items", "int32", (len(prompt),)), FrameSpec("item_lengths", "uint32", (1,))]
+    frames = [np.array(prompt, np.int32).tobytes(), np.array([len(prompt)], np.uint32).tobytes()]
+    return GENERATE.open(Generate(1, specs, sampling=Sampling(max_new_tokens=8)), frames)
+
+
+def test_blocks_tell_a_beginning_from_others() -> None:
+    prompt = np.arange(10 * BLOCK, dtype=np.int32)
+    other = prompt.copy()
+    other[3 * BLOCK] += 1
+    ours, theirs = blocks_of(memoryview(prompt.tobytes())), blocks_of(memoryview(other.tobytes()))
+    assert len(ours) == 10 and ours[:3] == theirs[:3] and not set(ours[3:]) & set(theirs[3:])
+    assert blocks_of(memoryview(prompt[: BLOCK - 1].tobytes())) == []
+    assert len(blocks_of(memoryview(bytes(4 * BLOCK * (MOST_BLOCKS + 5))))) == MOST_BLOCKS
+
+
+def test_the_longest_beginning_counts_and_memory_is_bounded() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add([1, 2], "a")
+    index.add([1, 2, 3], "b")
+    assert index.find([1, 2, 3, 4]) == "b" and index.find([7]) is None
+    index.add([1, 5], "a")
+    assert index.find([1, 2, 9]) == "b" and index.find([1, 9]) == "a"
+    for block in range(REMEMBERED + 10):
+        index.add([100 + block], "c")
+    assert len(index) == REMEMBERED and index.find([1, 2, 3]) is None
+
+
+def test_conversations_of_many_users_stay_where_they_were_and_the_load_is_even() -> None:
+    """64 users, 20 turns each, over two workers: the tokens that are found at the worker of the turn before."""
+    pool = GeneratingPool()
+    client = pool.client()
+    for name in ("a", "b"):
+        pool.worker(name, can=ROOMY)
+    chance = np.random.default_rng(1)
+    talks = [chance.integers(0, 1 << 20, 200).tolist() for _ in range(64)]
+    last: dict[int, bytes] = {}
+    hits = possible = request = 0
+    given = {b"a": 0, b"b": 0}
+    for _turn in range(20):
+        for user in chance.permutation(64).tolist():
+            request += 1
+            [task] = pool.tasks(pool.submit(client, request, ask(talks[user])))
+            assert isinstance(task.message, StartGeneration)
+            given[task.link] += 1
+            if user in last:
+                possible += 1
+                hits += last[user] == task.link
+            last[user] = task.link
+            talks[user] += chance.integers(0, 1 << 20, 150).tolist()
+        for task in pool.tasks()[-64:]:
+            pool.step(task.link, (task, 0, 0, [1], "stop"))
+    assert hits / possible >= 0.9, f"{hits} of {possible}"
+    assert max(given.values()) <= 1.2 * min(given.values()), given
+
+
+def test_a_worker_with_much_more_to_do_is_not_preferred() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker("a", can=ROOMY)
+    prompt = list(range(4 * BLOCK))
+    pool.submit(client, 1, ask(prompt))
+    pool.worker("b", can=ROOMY)
+    links = [task.link for i in range(60) for task in pool.tasks(pool.submit(client, 2 + i, ask(prompt)))]
+    rows = [links.count(b"a") + 1, links.count(b"b")]
+    assert max(rows) <= bound(min(rows)) + 1, rows
+    assert links[0] == b"a"
+
+
+def test_a_lost_worker_is_not_preferred() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=ROOMY)
+    pool.submit(client, 1, ask(list(range(4 * BLOCK))))
+    pool.worker("b", can=ROOMY)
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    assert [task.link for task in pool.tasks()] == [b"a", b"b"]
