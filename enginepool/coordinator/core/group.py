@@ -34,8 +34,8 @@ class Group:
         "blocked", "config", "counts", "cut", "down", "expected", "first_answer", "halvings", "heard_committed", "history",
         "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
         "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
-        "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
-        "weights_lost_classes", "woken", "workers", "zeros",
+        "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
+        "weights_lost", "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
