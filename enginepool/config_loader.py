@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -91,8 +91,9 @@ def _say(text: str, raw: Any) -> str:
         return f"unknown key {f'{key}.' if key else ''}{name}{_meant(path, name, in_group=table is not raw)}"
     choice = _NO_CHOICE.fullmatch(what)
     if choice:
-        # A group alone has such keys.
-        known = get_args(get_type_hints(GroupConfig)[key.rpartition(".")[2]])
+        # A group alone has such keys: one choice, or a list of them.
+        hint = get_type_hints(GroupConfig)[key.rpartition(".")[2].partition("[")[0]]
+        known = get_args(get_args(hint)[0] if get_origin(hint) is list else hint)
         return f"{key} = {choice.group(1)}: one of {', '.join(known)}"
     missing = _MISSING.fullmatch(what)
     if missing:
@@ -127,6 +128,7 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
         group.packed_workers,
         f"0 to workers, which is {group.workers}",
     )
+    _check_operations(at, group, need)
     aged = group.ageing_s is None or 0 < group.ageing_s < 1e9
     need(aged, f"{at}.ageing_s", group.ageing_s, "more than 0 and less than 1e9, or left out")
     need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
@@ -152,6 +154,18 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
     for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
         value = getattr(group, key)
         need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
+
+
+def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
+    asked = group.operations
+    need(len(set(asked)) == len(asked), f"{at}.operations", asked, "each of score, embed and generate once at most")
+    if "generate" not in asked:
+        return
+    others = [name for name in asked if name != "generate"]
+    need(not others, f"{at}.operations", asked, f"generate shares no engine with {' or '.join(others)} yet")
+    for key in ("packed_workers", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
+        value = getattr(group, key)
+        need(not value, f"{at}.{key}", value, "none with operations = ['generate'], which has no batches of rows")
 
 
 def check_config(config: PoolConfig, *, where: str) -> PoolConfig:

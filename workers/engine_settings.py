@@ -11,6 +11,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: a checkpoint directory or a name that the engine can load; for `sim` any name.
     device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
         dtype on a GPU, and float32 on a CPU.
+    operations: what the engine is for: `generate`, or rows; (): the rows that its model answers.
     packed: joins rows of one query into sequences, by SGLang's multi-item scoring, and takes nothing else.
     cached_query_tokens: a query of so many tokens or more, which rows share, is computed once, ahead of them; none: never.
     options: further settings for the engine, by its own names; those with which a batch could be cut are refused at start.
@@ -22,6 +23,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    operations: tuple[str, ...] = ()
     packed: bool = False
     cached_query_tokens: int | None = None
     options: dict[str, Any] = {}
@@ -29,3 +31,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_batch_rows: int | None = None
     forwards_in_flight: int = 2
     nccl_port: int | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is an engine that only generates."""
+        return "generate" in self.operations

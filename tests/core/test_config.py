@@ -43,6 +43,16 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ('listen = "ipc://x"\nlisten_workers = "ipc://x"\n' + GOOD, "listen_workers = 'ipc://x': workers have an address of"),
         (GOOD + 'device = "gpu"', "groups.a.device = 'gpu': one of auto, cpu, cuda"),
         (GOOD + 'dtype = "float33"', "groups.a.dtype = 'float33': one of auto, bfloat16, float16, half, float32, float"),
+        (GOOD + 'operations = ["chat"]', "groups.a.operations[0] = 'chat': one of score, embed, generate"),
+        (
+            GOOD + 'operations = ["embed", "embed"]',
+            "groups.a.operations = ['embed', 'embed']: each of score, embed and generate once",
+        ),
+        (GOOD + 'operations = ["generate", "score"]', "generate shares no engine with score yet"),
+        (
+            GOOD + 'operations = ["generate"]\nmax_batch_rows = 4',
+            "groups.a.max_batch_rows = 4: none with operations = ['generate']",
+        ),
         (GOOD + 'snapshot = "ram"', "groups.a.snapshot = 'ram': one of memory, disk, none"),
         (GOOD + "ageing_s = 0", "groups.a.ageing_s = 0"),
         (GOOD + "ageing_s = nan", "groups.a.ageing_s = nan"),

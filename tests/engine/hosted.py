@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, RowBatch
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine import forked as forks
@@ -133,6 +133,45 @@ class _Host:
                     return error
 
         return await asyncio.gather(*(one(batch) for batch in batches))
+
+    async def generate(self, tasks: tuple[GenerationTask, ...]) -> list[list[NewTokens] | Exception]:
+        """What each task emits, all of them at once, or how it failed."""
+
+        async def one(task: GenerationTask) -> list[NewTokens] | Exception:
+            emitted: list[NewTokens] = []
+            try:
+                await self._engine.generate(task, emitted.append)
+            except (EngineError, EngineDied) as error:
+                return error
+            return emitted
+
+        return await asyncio.gather(*(one(task) for task in tasks))
+
+    async def stop(self, task: GenerationTask, after: int) -> tuple[int, int]:
+        """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang runs once the call has
+        ended). With 0 it is cancelled before it begins, with -1 once SGLang was asked."""
+        count = 0
+        enough = asyncio.Event()
+
+        def emit(new: NewTokens) -> None:
+            nonlocal count
+            count += len(new.tokens)
+            if count >= after:
+                enough.set()
+
+        work = asyncio.create_task(self._engine.generate(task, emit))
+        if after > 0:
+            await enough.wait()
+        for _ in range(-after):
+            await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.wait({work})
+        assert work.cancelled()
+        stopped = count
+        engine: Any = self._engine
+        [load] = await engine._tm.get_loads()
+        assert count == stopped
+        return count, load.num_running_reqs + load.num_waiting_reqs
 
     async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""

@@ -56,6 +56,18 @@ class Reference:
             return self._torch.softmax(logits[list(labels)], dim=-1).numpy()
         return self._torch.softmax(logits, dim=-1)[list(labels)].numpy()
 
+    def greedy(self, row: list[int], count: int) -> tuple[list[int], list[float]]:
+        """The tokens of the largest logits after `row`, one after the other, and their log-probabilities."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        with self._torch.no_grad():
+            for _ in range(count):
+                logits = self._causal(self._torch.tensor([row + tokens])).logits[0, -1].double()
+                token = int(logits.argmax())
+                logprobs.append(float(self._torch.log_softmax(logits, dim=-1)[token]))
+                tokens.append(token)
+        return tokens, logprobs
+
     def rewards(self, row: list[int], softmax: bool) -> npt.NDArray[np.float64]:
         with self._torch.no_grad():
             logits = self._reward(self._torch.tensor([row])).logits[0].double()

@@ -34,8 +34,8 @@ COMMAND = (sys.executable, "-m", "enginepool.workers.main")
 KEPT_LOGS = 20
 #: fields of a group's configuration that its workers are started with as they are
 _GROUP_FIELDS = (
-    "engine", "model", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows", "forwards_in_flight",
-    "reserve_staging", "checkpoint_roots",
+    "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
+    "forwards_in_flight", "reserve_staging", "checkpoint_roots",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What an engine is built from, and how. The only file that imports SGLang."""
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 from enginepool.host.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.settings import generation_kwargs
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import table as patches
@@ -73,7 +75,11 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
         refuse_wrong_sharing(settings, msgspec.json.decode(config.read_bytes()))
-    kwargs = engine_kwargs(settings, _setting_names(module.ServerArgs))
+    known = _setting_names(module.ServerArgs)
+    if settings.generates:
+        kwargs = generation_kwargs(settings, known, grammars=importlib.util.find_spec("xgrammar") is not None)
+    else:
+        kwargs = engine_kwargs(settings, known)
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)

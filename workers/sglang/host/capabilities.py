@@ -6,7 +6,8 @@ from typing import Any
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang.host.settings import Running, budgets, reserved
+from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features
+from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
@@ -38,18 +39,23 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
     Raises:
         SettingsError: whole batches cannot be run with these settings.
     """
+    if settings.generates:
+        return _generating(tm, name, version, settings, running)
     if settings.packed or settings.cached_query_tokens is not None:
         refuse_wrong_sharing(settings, tm.model_config.hf_config.to_dict())
     bounds = budgets(settings, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     operations = [one for one in OPERATIONS if one.serves(tm.is_generation, architectures[0])]
+    names = tuple(operation.name for operation in operations)
+    if missing := [one for one in settings.operations if one not in names]:
+        raise SettingsError(f"operations: this model is for {', '.join(names)}, not for {missing[0]}")
     for operation in operations:
         operation.refuse_settings(settings, running.settings)
     config = tm.model_config.hf_config
     crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
     return Capabilities(
         kind=operations[0].kind,
-        operations=tuple(operation.name for operation in operations),
+        operations=settings.operations or names,
         vocab=tm.model_config.vocab_size,
         model=name,
         engine=f"sglang {version}",
@@ -60,4 +66,24 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         activation=activation_of(config) if crossing else "",
         reserved=reserved(running, bounds.context, tm.context_len),
         **asdict(replace(bounds, context=min(bounds.context, positions(config))) if crossing else bounds),
+    )
+
+
+def _generating(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
+    """As `capabilities_of`, of an engine that only generates."""
+    if not tm.is_generation:
+        raise SettingsError("operations: this model predicts no next token, so it cannot generate")
+    bounds, text = generation_budgets(running), tokenizer_of(tm) is not None
+    ends_by_model = bounds.context == running.longest + 1 and running.kv_tokens >= tm.context_len
+    return Capabilities(
+        kind="causal",
+        operations=("generate",),
+        vocab=tm.model_config.vocab_size,
+        model=name,
+        engine=f"sglang {version}",
+        device=settings.device,
+        text=text,
+        features=generation_features(running.settings, text),
+        reserved=tm.context_len - bounds.context if ends_by_model else 0,
+        **asdict(bounds),
     )

@@ -15,13 +15,16 @@ from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import (
     BatchOutcome,
+    Emit,
     EngineDied,
     EngineError,
     EngineUnusable,
+    GenerationTask,
     Report,
     RowBatch,
 )
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.streams import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
@@ -49,8 +52,9 @@ class SglangEngine:
         self._host: EngineHost | None = None
         #: SGLang's tokenizer manager: the one way to ask the engine anything
         self._tm: Any = None
-        #: None until it is warm
+        #: None until it is warm; an engine has one of them
         self._scoring: EngineScoring | None = None
+        self._generation: EngineGeneration | None = None
         self._end = EngineEnd()
         self._weights: SglangWeights | None = None
         self._receiver: asyncio.Task[None] | None = None
@@ -82,20 +86,26 @@ class SglangEngine:
             engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
             prepared, self._tm = self._prepared, engine.tokenizer_manager
             assert prepared is not None
-            send_token_types(self._tm)
-            entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
+            entries = None
+            if not prepared.settings.generates:
+                send_token_types(self._tm)
+                entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
             self._receive()
             running = await self._end.unless_over(what_runs(engine))
             capabilities = capabilities_of(self._tm, self._settings.model, prepared.version, prepared.settings, running)
             capabilities = halved(capabilities, halvings)
-            scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
+            work: EngineScoring | EngineGeneration
+            if entries is not None:
+                work = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
+            else:
+                work = EngineGeneration(self._tm, prepared.requests, capabilities, running)
             ranks = prepared.settings.options.get("tp_size") or 1
-            self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, scoring.cached.clear)
+            self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, work.forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
             report("compiling", "the first forward")
-            scoring.capabilities = capabilities = await self._end.unless_over(warm_up(scoring))
-            self._scoring = scoring
+            await self._end.unless_over(self._warm_up(work))
+            capabilities = work.capabilities
             if self._weights.plain:
                 report("compiling", f"weight updates of this model are loaded plainly: {self._weights.plain}")
             await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left
@@ -109,6 +119,15 @@ class SglangEngine:
             await self.close()
             raise self._unstarted(error, reason) from error
         return capabilities
+
+    async def _warm_up(self, work: EngineScoring | EngineGeneration) -> None:
+        """Run its first forwards; from then on the engine serves."""
+        if isinstance(work, EngineGeneration):
+            await work.warm_up()
+            self._generation = work
+        else:
+            work.capabilities = await warm_up(work)
+            self._scoring = work
 
     def _unstarted(self, error: Exception, reason: str) -> EngineDied:
         """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
@@ -177,16 +196,37 @@ class SglangEngine:
 
         Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
         """
-        parts, forwards, cached = await self._end.unless_over(self._serving().score(batch))
+        scoring = self._serving()
+        if not isinstance(scoring, EngineScoring):
+            raise EngineError(f"{batch.operation}: this engine only generates")
+        parts, forwards, cached = await self._end.unless_over(scoring.score(batch))
         return BatchOutcome(parts, forwards, self.weights.version, cached)
+
+    async def generate(self, task: GenerationTask, emit: Emit) -> None:
+        """Continue a prompt until each of its sequences has ended. Cancelled, it ends once SGLang has dropped them.
+
+        Raises EngineError when the task is refused or failed, EngineDied when the engine is lost.
+        """
+        generation = self._serving()
+        if not isinstance(generation, EngineGeneration):
+            raise EngineError(f"generate: this engine runs {', '.join(generation.operations)}")
+        work = asyncio.create_task(Sequences(generation, task, emit).run())
+        try:
+            await self._end.unless_over(asyncio.shield(work))
+        finally:
+            work.cancel()
+            try:
+                await self._end.unless_over(asyncio.wait({work}))
+            finally:
+                work.cancel()  # nothing where it is done; else the engine is gone, or the caller waits no longer
 
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""
-        scoring = self._serving()
+        work = self._serving()
         answer = await self._end.unless_over(self._tm.flush_cache(timeout_s=FLUSH_S))
         if not answer.success:
             raise EngineError(f"SGLang did not flush its cache within {FLUSH_S:g} s")
-        scoring.cached.clear()
+        work.forget()
 
     # --- end -------------------------------------------------------------------------------------------------------
 
@@ -218,9 +258,10 @@ class SglangEngine:
         error = self._host.last_error() if self._host else ""
         self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
 
-    def _serving(self) -> EngineScoring:
+    def _serving(self) -> EngineScoring | EngineGeneration:
         """Raises EngineDied after the engine's end, EngineError before it has started."""
         self._end.check()
-        if self._scoring is None:
+        work = self._scoring or self._generation
+        if work is None:
             raise EngineError("the engine is not started")
-        return self._scoring
+        return work

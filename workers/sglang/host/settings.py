@@ -120,13 +120,7 @@ def engine_kwargs(settings: EngineSettings, known: Collection[str]) -> dict[str,
     `known` are the settings that the installed SGLang has: unknown defaults are left out, unknown options are refused.
     The user's options win over the defaults.
     """
-    for name in settings.options:
-        if name in FIXED:
-            raise SettingsError(f"engine option {name!r} is not set here: it comes from {FIXED[name]}")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise SettingsError(f"engine option {name!r} is not known to the installed SGLang{hint}")
+    refuse_unknown_options(settings.options, known)
     kwargs = {name: value for name, value in _defaults(settings).items() if name in known}
     kwargs.update(settings.options)
     if settings.packed:
@@ -137,12 +131,25 @@ def engine_kwargs(settings: EngineSettings, known: Collection[str]) -> dict[str,
     refuse_splitting(kwargs, packed=settings.packed)
     if settings.cached_query_tokens is not None:
         refuse_uncached(kwargs)
-    kwargs.update(model_path=settings.model, device=settings.device, dtype=settings.dtype)
-    if settings.device == "cpu" and settings.dtype == "auto":
-        kwargs["dtype"] = "float32"
-    if settings.nccl_port is not None:
-        kwargs["nccl_port"] = settings.nccl_port
-    return kwargs
+    return with_fixed(kwargs, settings)
+
+
+def refuse_unknown_options(options: Collection[str], known: Collection[str]) -> None:
+    """Raise SettingsError for options that the worker sets itself, or that the installed SGLang does not have."""
+    for name in options:
+        if name in FIXED:
+            raise SettingsError(f"engine option {name!r} is not set here: it comes from {FIXED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SettingsError(f"engine option {name!r} is not known to the installed SGLang{hint}")
+
+
+def with_fixed(kwargs: dict[str, Any], settings: EngineSettings) -> dict[str, Any]:
+    """`kwargs` with what the worker sets itself."""
+    dtype = "float32" if settings.device == "cpu" and settings.dtype == "auto" else settings.dtype
+    port = {} if settings.nccl_port is None else {"nccl_port": settings.nccl_port}
+    return kwargs | {"model_path": settings.model, "device": settings.device, "dtype": dtype} | port
 
 
 def _defaults(settings: EngineSettings) -> dict[str, Any]:
@@ -251,13 +258,16 @@ def refuse_uncached(settings: Mapping[str, Any]) -> None:
         raise SettingsError("cached queries are kept in the radix cache, which is off; unset cached_query_tokens of the group")
 
 
+def refuse_values(settings: Mapping[str, Any], rules: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raise SettingsError for a setting that has none of the values that its rule allows; a rule ends with the reason."""
+    for name, (allowed, reason) in rules.items():
+        if name in settings and settings[name] not in allowed:
+            raise SettingsError(f"engine option {name}={settings[name]!r} is refused: {reason}")
+
+
 def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False) -> None:
     """Raise SettingsError when a batch could be cut, dropped or run again under these settings."""
-    for name, (whole, reason) in _WHOLE.items():
-        if name == "enable_mis" and packed:
-            continue
-        if name in settings and settings[name] not in whole:
-            raise SettingsError(f"engine option {name}={settings[name]!r} is refused: {reason}")
+    refuse_values(settings, {name: rule for name, rule in _WHOLE.items() if not (packed and name == "enable_mis")})
     chunk = settings.get("chunked_prefill_size")
     prefill = settings.get("max_prefill_tokens")
     if chunk is not None and chunk > 0 and (prefill is None or chunk < prefill):

@@ -126,6 +126,15 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.freeze_gc", "called", "no collection of what start-up left", "self"),
     ),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
+    *_private(
+        "generate/streams.py", TOKENIZER,
+        ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
+        ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
+        ("TokenizerManager.incremental_streaming_output", "read", "whether an answer has the new tokens alone"),
+        ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
+        ("ReqState.dispatched", "read", "whether the scheduler was sent a sequence"),
+    ),
+    *_private("generate/streams.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
     *_private(
         "operations/base.py", REQUESTS,

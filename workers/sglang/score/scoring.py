@@ -58,6 +58,10 @@ class EngineScoring:
         """The model's own configuration."""
         return self._tm.model_config.hf_config
 
+    def forget(self) -> None:
+        """The engine has dropped all queries that it had computed."""
+        self.cached.clear()
+
     async def score(self, batch: RowBatch) -> tuple[tuple[Outputs | EngineError, ...], int, int]:
         """Each part's outcome, how many forwards the rows took, and tokens of them that were cached.
 

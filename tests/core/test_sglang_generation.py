@@ -1,0 +1,175 @@
+"""What SGLang is started with where it generates, and which tasks are refused before its scheduler would die of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.protocol.messages import Capabilities, Sampling
+from enginepool.workers.engine import EngineError, GenerationTask
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
+from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features, generation_kwargs
+from enginepool.workers.sglang.host.settings import Running, SettingsError
+
+#: some of SGLang's settings
+KNOWN = {
+    "attention_backend", "chunked_prefill_size", "custom_sigquit_handler", "custom_weight_loader", "disable_cuda_graph",
+    "disable_overlap_schedule", "disable_radix_cache", "dp_size", "enable_hierarchical_cache", "enable_mixed_chunk",
+    "enable_priority_scheduling", "grammar_backend", "incremental_streaming_output", "log_level", "max_running_requests",
+    "max_total_tokens", "nccl_port", "nnodes", "page_size", "pp_size", "schedule_policy", "speculative_algorithm",
+    "tokenizer_worker_num",
+}  # fmt: skip
+CAN = Capabilities("causal", 512, 100, 1000, 8, 1000, 8, operations=("generate",), features=("grammar", "stop_text"))
+
+
+def kwargs_of(device: str = "cuda", grammars: bool = True, **fields: Any) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"operations": ("generate",)} | fields
+    return generation_kwargs(EngineSettings(model="model", device=device, **wanted), KNOWN, grammars=grammars)
+
+
+def test_a_generating_engine_takes_sglangs_own_defaults() -> None:
+    kwargs = kwargs_of(nccl_port=4711)
+    assert kwargs == {
+        "model_path": "model", "device": "cuda", "dtype": "auto", "nccl_port": 4711, "log_level": "error",
+        "custom_weight_loader": ["enginepool.workers.sglang.weights.loader.load"],
+        "enable_priority_scheduling": True, "incremental_streaming_output": True,
+    }  # fmt: skip
+    assert kwargs_of(grammars=False)["grammar_backend"] == "none"
+
+
+def test_a_generating_engine_on_a_cpu_gets_what_sglang_needs_there() -> None:
+    kwargs = kwargs_of("cpu", options={"max_total_tokens": 100})
+    assert kwargs["attention_backend"] == "torch_native"
+    assert kwargs["dtype"] == "float32"
+    assert kwargs["disable_cuda_graph"] is True
+    assert (kwargs["max_total_tokens"], kwargs["max_running_requests"]) == (100, 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_algorithm": "EAGLE"},
+        {"chunked_prefill_size": 512},
+        {"enable_mixed_chunk": True},
+        {"disable_radix_cache": False, "enable_hierarchical_cache": True},
+        {"disable_overlap_schedule": True},
+    ],
+)
+def test_options_that_would_cut_batches_of_rows_are_taken(options: dict[str, Any]) -> None:
+    assert options.items() <= kwargs_of(options=options).items()
+
+
+def test_an_order_without_priorities_turns_them_off() -> None:
+    assert kwargs_of(options={"schedule_policy": "lpm"})["enable_priority_scheduling"] is False
+    assert kwargs_of(options={"enable_priority_scheduling": False})["enable_priority_scheduling"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dp_size": 2}, "start more workers"),
+        ({"pp_size": 2}, "later stages"),
+        ({"nnodes": 2}, "one host"),
+        ({"tokenizer_worker_num": 2}, "does not work"),
+        ({"custom_sigquit_handler": print}, "needs the signal"),
+        ({"chunked_prefil_size": 2}, "did you mean 'chunked_prefill_size'"),
+        ({"custom_weight_loader": []}, "comes from the pool"),
+    ],
+)
+def test_an_option_that_does_not_work_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        kwargs_of(options=options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"operations": ("score", "generate")}, "operations: generate shares no engine with score yet"),
+        ({"max_batch_tokens": 100}, "max_batch_tokens is 100"),
+        ({"cached_query_tokens": 100}, "cached_query_tokens is 100"),
+    ],
+)
+def test_settings_of_rows_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        kwargs_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("longest", "kv_tokens", "page", "context"), [(89, 1000, 1, 90), (993, 1000, 1, 994), (993, 1000, 64, 872)]
+)
+def test_prompt_and_new_tokens_are_bounded_by_what_sglang_cuts(longest: int, kv_tokens: int, page: int, context: int) -> None:
+    found = generation_budgets(Running({"page_size": page}, kv_tokens, 16, longest))
+    assert (found.context, found.inflight_tokens, found.inflight_rows) == (context, kv_tokens, 16)
+
+
+def test_what_sglang_resolved_for_generation_is_checked() -> None:
+    with pytest.raises(SettingsError, match="dp_size=2"):
+        generation_budgets(Running({"dp_size": 2}, 1000, 16, 100))
+    with pytest.raises(SettingsError, match="no room for one sequence"):
+        generation_budgets(Running({}, 3, 16, 100))
+
+
+def test_grammars_and_stop_strings_need_a_tokenizer() -> None:
+    assert generation_features({"grammar_backend": "xgrammar"}, True) == ("grammar", "stop_text")
+    assert generation_features({"grammar_backend": "none"}, True) == ("stop_text",)
+    assert generation_features({"grammar_backend": "xgrammar"}, False) == ()
+    assert generation_features({"grammar_backend": "xgrammar", "skip_tokenizer_init": True}, True) == ()
+
+
+def task(prompt: tuple[int, ...] = (1, 2), n: int = 1, **sampling: Any) -> GenerationTask:
+    wanted: dict[str, Any] = {"max_new_tokens": 10} | sampling
+    return GenerationTask(np.array(prompt, np.int32), Sampling(**wanted), n)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (task(()), "prompt: it has no tokens"),
+        (task((1, 512)), "prompt: a token id is outside 0..511"),
+        (task((-1,)), "prompt: a token id is outside 0..511"),
+        (task((1,) * 91), "prompt: 91 tokens, and max_new_tokens = 10; this engine takes 100 together"),
+        (task(n=9), "n: 9; this engine runs 1 to 8 sequences at once"),
+        (task(stop_token_ids=[3, 512]), "stop_token_ids: 512 is outside 0..511"),
+        (task(logit_bias={"512": 1.0}), "logit_bias: '512': 1; token ids are 0..511"),
+        (task(logit_bias={"5": 1e300}), "biases up to ±1e\\+20"),
+        (task(logit_bias={"5": float("nan")}), "logit_bias: '5': nan"),
+        (task(temperature=1e300), "temperature: 1e\\+300 is outside"),
+        (task(temperature=float("nan")), "temperature: nan is outside"),
+        (task(repetition_penalty=1e-30), "repetition_penalty: 1e-30; at least 0.01"),
+        (task(sampling_seed=1 << 63), "sampling_seed: 9223372036854775808 has more than 64 bits"),
+        (task(regex="a+", min_new_tokens=2), "min_new_tokens: given with regex"),
+    ],
+)
+def test_a_task_of_which_the_scheduler_would_die_is_refused(wrong: GenerationTask, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        refuse_fatal(wrong, CAN, False)
+
+
+def test_what_the_engine_has_not_is_refused() -> None:
+    plain = Capabilities("causal", 512, 100, 1000, 8, 1000, 8)
+    with pytest.raises(EngineError, match="json_schema: this engine runs no grammar backend"):
+        refuse_fatal(task(json_schema="{}"), plain, False)
+    refuse_fatal(task(min_p=0.5), CAN, False)
+    with pytest.raises(EngineError, match=r"min_p: 0\.5; an engine with enable_deterministic_inference takes 0"):
+        refuse_fatal(task(min_p=0.5), CAN, True)
+
+
+def test_sglang_gets_what_was_asked_for_by_its_own_names() -> None:
+    assert sampling_kwargs(task(), 512, 0) == {"max_new_tokens": 10}
+    asked: dict[str, Any] = {
+        "temperature": 0.5,
+        "stop": ["x"],
+        "logit_bias": {"3": 1.5},
+        "stop_token_ids": [7],
+        "json_schema": "{}",
+    }
+    assert sampling_kwargs(task(**asked), 512, 0) == {"max_new_tokens": 10, **asked}
+    assert sampling_kwargs(task(top_k=1 << 40), 512, 0)["top_k"] == -1
+
+
+def test_the_sequences_of_a_task_have_seeds_of_their_own() -> None:
+    seeds = [sampling_kwargs(task(n=3, sampling_seed=(1 << 63) - 2), 512, i)["sampling_seed"] for i in range(3)]
+    assert seeds == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]

@@ -1,0 +1,110 @@
+"""What SGLang is started with where it generates, and the bounds that follow. Pure: no SGLang here.
+
+A sequence needs no whole batches: SGLang puts it into the forwards of its running batch, in pieces and next to others. So an
+engine that only generates takes SGLang's own defaults, and the options that would cut batches of rows.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.settings import (
+    LOADER,
+    Budgets,
+    Running,
+    SettingsError,
+    refuse_unknown_options,
+    refuse_values,
+    with_fixed,
+)
+
+#: Tokens of the key-value pool, and sequences at once, on a CPU. SGLang's own choice there is most of the host's memory.
+CPU_POOL_TOKENS = 8192
+CPU_SEQUENCES = 64
+
+#: name -> (the values that work, why others are refused). What is absent has SGLang's default: fine.
+_WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dp_size": ((1, None), "weight updates do not reach its replicas; start more workers instead"),
+    "enable_dp_attention": ((False, None), "weight updates do not reach its replicas"),
+    "pp_size": ((1, None), "weight updates do not reach its later stages"),
+    "nnodes": ((1, None), "a worker is one process group on one host"),
+    "disaggregation_mode": (("null", None), "a sequence would go on in another engine"),
+    "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
+    "enable_mis": ((False, None), "SGLang dies when packed rows and others meet; set packed_workers of a group that scores"),
+    "allow_auto_truncate": ((False, None), "a prompt that is too long would be cut silently instead of refused"),
+    "tokenizer_worker_num": ((1, None), "it does not work in an engine inside a process"),
+    "custom_sigquit_handler": ((None,), "the worker needs the signal to learn of the engine's end"),
+}
+#: the orders of SGLang's queue in which a priority can come first
+_WITH_PRIORITY = ("fcfs", "lof")
+
+
+def refuse_scoring(settings: EngineSettings) -> None:
+    """Raise SettingsError for settings that only an engine that scores has."""
+    if others := [name for name in settings.operations if name != "generate"]:
+        raise SettingsError(f"operations: generate shares no engine with {others[0]} yet")
+    for name in ("packed", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
+        if getattr(settings, name):
+            raise SettingsError(f"{name} is {getattr(settings, name)}; a worker that generates has no batches of rows")
+
+
+def generation_kwargs(settings: EngineSettings, known: Collection[str], *, grammars: bool) -> dict[str, Any]:
+    """The keyword arguments of `sglang.Engine` where it generates. As `engine_kwargs`; `grammars`: whether the library of
+    SGLang's default grammar backend is installed."""
+    refuse_scoring(settings)
+    refuse_unknown_options(settings.options, known)
+    kwargs = {name: value for name, value in _defaults(settings, grammars).items() if name in known}
+    kwargs.update(settings.options)
+    refuse_values(kwargs, _WORKS)
+    return with_fixed(kwargs, settings)
+
+
+def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "enable_priority_scheduling": settings.options.get("schedule_policy", "fcfs") in _WITH_PRIORITY,
+        # Otherwise each step would hand on all tokens so far.
+        "incremental_streaming_output": True,
+        "log_level": "error",
+        "custom_weight_loader": [LOADER],
+    }
+    if not grammars:
+        defaults["grammar_backend"] = "none"
+    if settings.device == "cpu":
+        defaults |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+            "disable_prefill_cuda_graph": True,
+            # An idle scheduler polls without a pause: a core that a forward needs.
+            "sleep_on_idle": True,
+            "max_total_tokens": CPU_POOL_TOKENS,
+            "max_running_requests": CPU_SEQUENCES,
+        }
+    return defaults
+
+
+def generation_budgets(running: Running) -> Budgets:
+    """What the started engine runs at once. Raises SettingsError when that is nothing, or when SGLang resolved its settings to
+    something that does not work here.
+
+    `context` bounds prompt and new tokens together: SGLang cuts what a sequence may get silently where its context, or its
+    key-value pool with a page to spare on both sides, ends before.
+    """
+    refuse_values(running.settings, _WORKS)
+    page = max(1, running.settings.get("page_size") or 1)
+    context = min(running.longest + 1, running.kv_tokens - 2 * page)
+    if context < 2 or running.max_running < 1:
+        raise SettingsError(
+            f"the engine has no room for one sequence: max_running_requests={running.max_running},"
+            f" key-value pool {running.kv_tokens} tokens, page {page}"
+        )
+    rows, tokens = running.max_running, running.kv_tokens
+    return Budgets(context, page, batch_tokens=tokens, batch_rows=rows, inflight_tokens=tokens, inflight_rows=rows)
+
+
+def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[str, ...]:
+    """What this engine's `generate` has besides tokens, from SGLang's resolved `settings`."""
+    if not tokenizer or settings.get("skip_tokenizer_init"):
+        return ()
+    return ("stop_text",) if settings.get("grammar_backend") in (None, "none") else ("grammar", "stop_text")

@@ -1,0 +1,176 @@
+"""Sequences through SGLang: each is one request to it, whose tokens are handed on as they come. No SGLang here."""
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from enginepool.protocol.messages import MAX_MATCHED, Capabilities, Sampling
+from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
+from enginepool.workers.sglang.host.lifetime import one_line
+from enginepool.workers.sglang.host.settings import Running
+
+#: SGLang says this in place of a stop string.
+_NOT_FINITE = "NaN happened"
+#: tokens of the first generation: a prefill, and decodes
+_WARM_TOKENS = 4
+
+
+class EngineGeneration:
+    """Continues prompts on one engine. Its calls never return once the engine is gone: await them by `EngineEnd.unless_over`.
+
+    Args:
+        tokenizer_manager: SGLang's, which talks to the scheduler.
+        requests: SGLang's module of request classes.
+        capabilities: what the engine can do.
+        running: what the engine runs with.
+    """
+
+    def __init__(self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running) -> None:
+        self._tm = tokenizer_manager
+        self._requests = requests
+        self.capabilities = capabilities
+        settings = running.settings
+        self._deterministic = bool(settings.get("enable_deterministic_inference"))
+        #: +1 when the engine runs larger priorities first, as the pool does; 0 when it knows none.
+        self._priority_sign = -1 if settings.get("schedule_low_priority_values_first") else 1
+        if not settings.get("enable_priority_scheduling"):
+            self._priority_sign = 0
+
+    async def warm_up(self) -> None:
+        """Generate a few tokens, so that kernels are compiled. Raises EngineError."""
+        prompt = np.zeros(1, np.int32)
+        new = min(_WARM_TOKENS, self.capabilities.context - 1)
+        task = GenerationTask(prompt, Sampling(max_new_tokens=new, ignore_eos=True), logprobs=True)
+        await Sequences(self, task, lambda _: None).run()
+
+    def forget(self) -> None:
+        """The engine has dropped all prefixes. Nothing was noted of them here."""
+
+    def check(self, task: GenerationTask) -> None:
+        """Raise EngineError for a task that this engine cannot run."""
+        refuse_fatal(task, self.capabilities, self._deterministic)
+
+    def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> Any:
+        """SGLang's stream of answers for one sequence of a task."""
+        request = self._requests.GenerateReqInput(
+            input_ids=prompt,
+            sampling_params=sampling_kwargs(task, self.capabilities.vocab, sequence),
+            rid=rid,
+            stream=True,
+            return_logprob=task.logprobs,
+            logprob_start_len=-1,
+            priority=task.priority * self._priority_sign if self._priority_sign else None,
+        )
+        return self._tm.generate_request(request, None)
+
+    @property
+    def incremental(self) -> bool:
+        """Whether an answer has the tokens since the last one, and not all so far."""
+        return bool(self._tm.incremental_streaming_output)
+
+    def abort(self, rid: str) -> bool:
+        """Have the scheduler drop this request, which it answers once more then. False: it was not sent it, or has ended it."""
+        state = self._tm.rid_to_state.get(rid)
+        if state is None or not state.dispatched:
+            return False
+        self._tm.abort_request(rid)
+        return True
+
+
+class Sequences:
+    """The sequences of one task. The first one computes the prompt; the others begin once it has, and find it in SGLang's
+    cache."""
+
+    def __init__(self, engine: EngineGeneration, task: GenerationTask, emit: Emit) -> None:
+        engine.check(task)
+        self._engine = engine
+        self._task = task
+        self._emit = emit
+        self._prompt: list[int] = task.prompt.tolist()
+        # Ids of one length: SGLang finds a request to abort by the beginning of its id.
+        self._rids = [uuid.uuid4().hex for _ in range(task.n)]
+        self._streams: list[asyncio.Task[None]] = []
+        self._prefilled = asyncio.Event()
+        self._dropped = False
+
+    async def run(self) -> None:
+        """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
+        self._streams = [asyncio.create_task(self._continue(0))]
+        try:
+            if self._task.n > 1:
+                await self._prefilled.wait()
+                if self._streams[0].done():
+                    self._streams[0].result()
+                self._streams += [asyncio.create_task(self._continue(one)) for one in range(1, self._task.n)]
+            done, _ = await asyncio.wait(self._streams, return_when=asyncio.FIRST_EXCEPTION)
+            for stream in done:
+                stream.result()
+        finally:
+            await self._drop()
+
+    async def _drop(self) -> None:
+        """Abort what still runs, and wait until SGLang has answered that: an abandoned request would keep a lock that every
+        weight update waits for."""
+        self._dropped = True
+        for rid, stream in zip(self._rids, self._streams, strict=False):
+            if not stream.done() and not self._engine.abort(rid):
+                stream.cancel()
+        try:
+            if running := [stream for stream in self._streams if not stream.done()]:
+                await asyncio.wait(running)
+        finally:
+            for stream in self._streams:
+                if stream.done() and not stream.cancelled():
+                    stream.exception()  # looked at: the first one was raised
+                stream.cancel()  # cancelled a second time, this waits for the engine no longer
+
+    async def _continue(self, sequence: int) -> None:
+        """Hand on the tokens of a sequence until its end."""
+        sent = 0
+        try:
+            answers = self._engine.ask(self._task, self._prompt, sequence, self._rids[sequence])
+            async with contextlib.aclosing(answers):
+                async for answer in answers:
+                    new = self._new_tokens(sequence, answer, 0 if self._engine.incremental else sent)
+                    sent += len(new.tokens)
+                    if not self._dropped and (new.tokens or new.reason):
+                        self._emit(new)
+                    self._prefilled.set()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine refused the task: {one_line(error)}") from error
+        finally:
+            self._prefilled.set()
+
+    def _new_tokens(self, sequence: int, answer: dict[str, Any], start: int) -> NewTokens:
+        """What SGLang's answer says of the tokens from `start` on. Raises EngineError: it gave the sequence up."""
+        said: dict[str, Any] = answer["meta_info"]
+        reason, matched = _ending(said["finish_reason"])
+        tokens: list[int] = answer["output_ids"][start:]
+        logprobs: Sequence[float] = ()
+        if self._task.logprobs:
+            logprobs = [entry[0] for entry in said["output_token_logprobs"][start:]]
+            if any(map(math.isnan, logprobs)):
+                raise EngineError("logprobs: NaN; `enginepool weights validate` looks for NaN and infinity in the weights")
+        return NewTokens(sequence, tokens, logprobs, cast(Any, reason), matched)
+
+
+def _ending(reason: dict[str, Any] | None) -> tuple[str, int | str | None]:
+    """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError: it gave the sequence up."""
+    if reason is None:
+        return "", None
+    if reason["type"] == "length":
+        return "length", None
+    if reason["type"] != "stop":
+        raise EngineError(f"the engine aborted the sequence: {reason.get('message')}")
+    matched = reason.get("matched")
+    if matched == _NOT_FINITE:
+        raise EngineError("the engine computed NaN; `enginepool weights validate` looks for NaN and infinity in the weights")
+    return "stop", matched[:MAX_MATCHED] if isinstance(matched, str) else matched
