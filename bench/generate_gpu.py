@@ -90,7 +90,7 @@ def start_server(model: Path, device: Device, loads: int, scratch: Path, stack: 
 
 def start_bare(model: Path, device: Device, loads: int, scratch: Path, stack: ExitStack) -> Running:
     wanted = {"model": str(model), "device": device, "options": OPTIONS, "operations": ["generate"]}
-    child = Child(["-m", "bench.generate.bare", msgspec.json.encode(wanted).decode()], scratch=scratch)
+    child = Child(["-m", "bench.peers.bare_generation", msgspec.json.encode(wanted).decode()], scratch=scratch)
     watch(stack, child, None)
     return Running(BARE, [child], partial(hear_all, [child], child))
 

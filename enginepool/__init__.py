@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
     from enginepool.client.embed import EmbedResult
     from enginepool.client.pool import Pool
+    from enginepool.client.rerank import RerankResult
     from enginepool.client.score import ScoreResult
     from enginepool.errors import EnginepoolError
     from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
@@ -24,6 +25,7 @@ __all__ = [
     "EmbedResult",
     "EnginepoolError",
     "Pool",
+    "RerankResult",
     "ScoreResult",
     "WeightPublisher",
     "__version__",
@@ -37,6 +39,7 @@ _MODULES = {
     "EmbedResult": "client.embed",
     "EnginepoolError": "errors",
     "Pool": "client.pool",
+    "RerankResult": "client.rerank",
     "ScoreResult": "client.score",
     "WeightPublisher": "trainer.publisher",
 }

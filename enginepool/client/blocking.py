@@ -65,6 +65,8 @@ class BlockingPool(BlockingFacade):
     score = blocking(Pool.score)
     score_pairs = blocking(Pool.score_pairs)
     embed = blocking(Pool.embed)
+    similarity = blocking(Pool.similarity)
+    rerank = blocking(Pool.rerank)
     flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)

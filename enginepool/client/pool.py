@@ -13,11 +13,10 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.control import ControlCalls
-from enginepool.client.embed import EmbedCalls
 from enginepool.client.notices import Notices
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
-from enginepool.client.score import ScoreCalls
+from enginepool.client.rerank import RerankCalls
 from enginepool.client.weight_calls import WeightCalls
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.net.keys import key_for
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
+class Pool(RerankCalls, WeightCalls, ControlCalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

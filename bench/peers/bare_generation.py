@@ -1,6 +1,6 @@
 """The engine in the process that asks it, with the settings of a pool's worker: `sglang.Engine.async_generate`.
 
-python -m bench.generate.bare '{"model": ..., "device": ..., "options": {...}}'
+python -m bench.peers.bare_generation '{"model": ..., "device": ..., "options": {...}}'
 """
 
 import asyncio

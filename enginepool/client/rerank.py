@@ -1,0 +1,129 @@
+"""`Pool.similarity` and `Pool.rerank`: documents by their relevance to a query, from embeddings or scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.client.arguments import Ids, bad, check_int, check_options
+from enginepool.client.embed import EmbedCalls
+from enginepool.client.payload import check_labels
+from enginepool.client.results import Floats
+from enginepool.client.row_calls import RowOptions
+from enginepool.client.score import ScoreCalls
+from enginepool.errors import PoolDown, UnknownGroup
+from enginepool.protocol.messages import GroupLimits, Status, StatusReport
+
+#: seconds for the coordinator to say what a group is
+STATUS_S = 10.0
+
+
+class RerankOptions(RowOptions, total=False):
+    """The options of `Pool.rerank`, which says what each one does."""
+
+    label_token_ids: Ids | None
+    top_n: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RerankResult:
+    """The answer of `Pool.rerank`.
+
+    Attributes:
+        order: int64 [top_n]: places of the documents, the most relevant first; of equals the earlier one.
+        scores: float32 [documents], in the order of the documents; more is more relevant.
+        method: `cross-encoder`, `labels` or `embeddings`.
+        version: version of the weights that computed them.
+    """
+
+    order: npt.NDArray[np.int64]
+    scores: Floats
+    method: str
+    version: int
+
+
+class RerankCalls(ScoreCalls, EmbedCalls):
+    """The calls of a pool that compare texts."""
+
+    async def similarity(
+        self, queries: Sequence[str] | Sequence[Ids], documents: Sequence[str] | Sequence[Ids], **options: Unpack[RowOptions]
+    ) -> Floats:
+        """The cosine of each query's embedding and each document's: float32 [queries, documents], in one request.
+
+        Args:
+            queries, documents: as `inputs` of `embed`: all texts, or all token ids.
+            group, priority, timeout, retry_busy, min_version: as in `score`.
+
+        Raises:
+            BadRequest, EnginepoolError: as in `embed`.
+        """
+        check_options("similarity", options, RowOptions)
+        return (await self._cosines(queries, documents, options))[0]
+
+    async def rerank(
+        self, query: str | Ids, documents: Sequence[str] | Sequence[Ids], **options: Unpack[RerankOptions]
+    ) -> RerankResult:
+        """Put documents in the order of their relevance to a query, by what the group's model is:
+
+            a classifier of pairs (cross-encoder)   its score of (query, document), with the model's own separator
+            a causal model                          the probability of the first of `label_token_ids`, over all of them
+            an embedding model                      the cosine of the two embeddings
+
+        Args:
+            query: text or token ids.
+            documents: texts, or token ids, as the query.
+            group: may be left out where the pool has one group.
+            label_token_ids: causal models: two or more token ids that may follow; the first one means relevant ("yes", "no").
+            top_n: so many of the best. Default: None, which is all.
+            priority, timeout, retry_busy, min_version: as in `score`.
+
+        Raises:
+            BadRequest: an argument cannot be served; `field` names it. `group`: its model has several scores for a pair.
+            UnknownGroup, PoolDown: there is no such group; none of its workers was ever ready.
+            EnginepoolError: as in `score`.
+        """
+        check_options("rerank", options, RerankOptions)
+        top_n = options.pop("top_n", None)
+        labels = check_labels(options.pop("label_token_ids", None))
+        most = None if top_n is None else check_int("top_n", top_n, 1, len(documents))
+        limits = await self._limits(options.get("group", ""))
+        if limits.kind == "causal" and len(labels) < 2:
+            raise bad("label_token_ids", f"label_token_ids: {len(labels)} ids; a causal model needs two or more", "2")
+        if limits.kind != "causal" and labels:
+            raise bad("label_token_ids", f"label_token_ids: {len(labels)} ids; this model has no labels to choose from", "0")
+        if limits.kind == "classifier" and limits.labels != 1:
+            raise bad("group", f"group: its model has {limits.labels} scores for a pair; reranking needs one", "1")
+        row: RowOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
+        if limits.kind == "embedding":
+            cosines, version = await self._cosines([query], documents, row)  # type: ignore[list-item]
+            return _ranked(cosines[0], most, "embeddings", version)
+        scoring: dict[str, Any] = {**row}
+        if labels:
+            scoring |= {"label_token_ids": labels, "apply_softmax": True}
+        result = await self.score(query, documents, **scoring)
+        return _ranked(result.scores[:, 0], most, "labels" if labels else "cross-encoder", result.version)
+
+    async def _cosines(self, queries: Sequence[Any], documents: Sequence[Any], options: RowOptions) -> tuple[Floats, int]:
+        both = [*queries, *documents]
+        result = await self.embed(both, normalize=True, **options)
+        count = len(queries)
+        return result.embeddings[:count] @ result.embeddings[count:].T, result.version
+
+    async def _limits(self, name: str) -> GroupLimits:
+        """What the model of a group is."""
+        report, _ = await self._connection.ask(Status(), StatusReport, STATUS_S)
+        groups = [group for group in report.groups if group.name == name or not name]
+        if len(groups) != 1:
+            names = ", ".join(group.name for group in report.groups)
+            raise UnknownGroup(f"group: {name!r} is none of: {names}", field="group", limit=names)
+        [group] = groups
+        if group.limits is None:
+            raise PoolDown(f"group: no worker of {group.name!r} was ready yet; await pool.ready() first")
+        return group.limits
+
+
+def _ranked(scores: Floats, most: int | None, method: str, version: int) -> RerankResult:
+    order = np.argsort(-scores, kind="stable")[:most]
+    return RerankResult(order, np.ascontiguousarray(scores), method, version)
