@@ -172,6 +172,28 @@ def test_an_error_of_the_engine_answers_the_request_and_stops_its_other_sequence
     assert pool.stopped() == [(link, [first, first + 1])]
 
 
+def test_a_worker_that_cannot_read_a_task_may_say_so_at_any_position() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, output=[[1, 2]]))
+    pool.step(link, (pool.tasks()[0], 0, 0, [], "error"))
+    assert failures(pool.sent)[1].code == "engine_error" and pool.machine.core.worker_links
+
+
+def test_what_a_broken_worker_generated_before_its_mistake_is_sent_and_answered() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    for key in (1, 2, 3):
+        pool.submit(client, key, generate(3, stream=key != 2))
+    one, two, three = pool.tasks()
+    sent = pool.step(link, (one, 0, 0, [1], ""), (two, 0, 0, [2], "stop"), (three, 0, 7, [3], ""))
+    assert not pool.machine.core.worker_links
+    assert streamed(sent) == [(1, 0, 0, 0, [1])]
+    assert outputs(sent)[2][1] == [[2]]
+
+
 def test_cancel_and_the_deadline_stop_the_work_at_once() -> None:
     pool = GeneratingPool()
     client = pool.client()

@@ -108,6 +108,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     finished: list[Request] = []
     failed: list[tuple[Request, str]] = []
     tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
+    wrong = ""
     for step in e.steps:
         first, end = end, end + 4 * step.count
         batch = batches.get((epoch, step.task))
@@ -118,10 +119,12 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
         assert state is not None and isinstance(work, GenerateWork)
         place = start + step.sequence
         if not start <= place < stop:
-            return f"it generated sequence {step.sequence} of {stop - start}"
+            wrong = f"it generated sequence {step.sequence} of {stop - start}"
+            break
         sequence = state.sequences[place]
         if wrong := _impossible(work, sequence, step, len(logprobs)):
-            return f"it generated for request {request!r}: {wrong}"
+            wrong = f"it generated for request {request!r}: {wrong}"
+            break
         if step.count:
             part = tokens[first:end]
             chances = logprobs[first:end] if work.logprobs else logprobs[:0]
@@ -148,11 +151,13 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     for request in finished:
         if request.state != DONE:
             answer(requests, request)
-    return ""
+    return wrong
 
 
 def _impossible(work: GenerateWork, sequence: Sequence, step: Step, logprobs: int) -> str:
     """Why an engine cannot have generated this, or ""."""
+    if step.reason == "error" and not step.count:
+        return ""  # of a task that the worker cannot read, it does not know the position
     has = len(sequence.tokens)
     if sequence.end is not None:
         return f"sequence {step.sequence}: more after its end"
