@@ -79,8 +79,8 @@ class RunningGeneration:
         self.stopped = False
         self.work: asyncio.Task[None] | None = None
         self._out = out
-        # A number that is too large is refused with the rest of the message.
-        self._at = [run.message.at] * min(max(1, run.message.n), MAX_SEQUENCES)
+        # What is out of bounds is refused with the rest of the message.
+        self._at = [max(0, run.message.at)] * min(max(1, run.message.n), MAX_SEQUENCES)
 
     def emit(self, new: NewTokens) -> None:
         """The engine has generated tokens."""
@@ -157,6 +157,8 @@ class GenerationRunner:
         if isinstance(error, EngineDied):
             self._feed(EngineLost(time.monotonic(), str(error)))
             return
+        if work.cancelling() and not one.stopped:
+            return  # this process ends
         why = "the engine returned before the sequence had ended"
         if isinstance(error, Exception):
             why, _ = reason_of(error, f"generation {one.task}")
