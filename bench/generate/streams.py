@@ -27,7 +27,7 @@ class Phase(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Streamed(msgspec.Struct):
-    """What came in a phase, after its ramp: tokens a second, milliseconds until the first token of each stream that began
+    """What a phase measured, after its ramp: tokens a second, milliseconds until the first token of each stream that began
     then, and streams that did not get all their tokens."""
 
     per_second: float
