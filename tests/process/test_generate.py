@@ -20,7 +20,7 @@ from tests.process.processes import Processes
 VOCAB = 1000
 #: 16 slots, and a step of 10 ms
 GENERATES: dict[str, Any] = {
-    "generates": True, "vocab": VOCAB, "context": 2000, "forward_s": 0.01, "inflight_rows": 16, "inflight_tokens": 20_000,
+    "vocab": VOCAB, "context": 2000, "forward_s": 0.01, "inflight_rows": 16, "inflight_tokens": 20_000,
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def streams(daemon: Daemon) -> Generator[Streams]:
 
 
 def generating(processes: Processes, directory: Path, workers: int = 2, **options: Any) -> Daemon:
-    config = sim_pool(directory, workers=workers, options={**GENERATES, **options})
+    config = sim_pool(directory, workers=workers, options={**GENERATES, **options}, generates=True)
     return ForkedDaemon(processes, config).listening()
 
 

@@ -84,7 +84,9 @@ class SimEngine:
             **sizes,
         )
         self._generator: SimGenerator | None = None
-        if o.generates:
+        if settings.generates:
+            if o.kind != "causal":
+                raise ValueError(f"options of engine sim: kind = {o.kind!r}: must be 'causal' where operations = ['generate']")
             self._capabilities = can = self._generating(self._capabilities)
             self._generator = SimGenerator(o, can.inflight_rows, self._weights_now, self._suffer)
         elif any((o.forward_s, o.row_s, o.token_s)):
@@ -179,7 +181,7 @@ class SimEngine:
         """Continue a prompt, together with all others."""
         self._must_live()
         if self._generator is None:
-            raise EngineError("generate: options.generates is false")
+            raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
         await self._generator.generate(task, emit)
 
     def _weights_now(self) -> Weights:

@@ -62,9 +62,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
     engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
-    with quantized weights does. `generates`: it continues prompts, and does nothing else; it runs `inflight_rows` sequences at
-    once, all of them together in each step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a
-    sequence; 0: none does.
+    with quantized weights does. An engine that generates runs `inflight_rows` sequences at once, all of them together in each
+    step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
     """
 
     kind: Kind = "causal"
@@ -89,7 +88,6 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: list[Any] = []
     held: str = ""
     only_at_start: bool = False
-    generates: bool = False
     end_every: int = 100
     faults: list[Fault] = []
 
@@ -114,8 +112,6 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         raise ValueError(f"options of engine sim: separator = {read.separator}: must be a token id, 0 to {read.vocab - 1}")
     if read.kind == "embedding" and not read.embedding:
         raise ValueError("options of engine sim: embedding = 0: must be more than 0 where kind is 'embedding'")
-    if read.generates and read.kind != "causal":
-        raise ValueError(f"options of engine sim: generates = true: kind must be 'causal', got {read.kind!r}")
     for key in (
         "hidden",
         "embedding",
