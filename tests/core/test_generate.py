@@ -374,3 +374,21 @@ def test_hundreds_that_ran_at_a_lost_worker_run_together_again_and_alone_only_af
     pool.worker("c", can=CAN)
     assert len(pool.tasks()) == 5, "two suspects run at once"
     assert pool.machine.core.groups["g"].trial is not None
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "replaced"])
+def test_a_stream_whose_client_has_a_new_link_is_sent_nothing_before_the_request_is_sent_again(cut: bool) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, n=2, stream=True))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2], ""), (task, 1, 0, [5], ""))
+    if cut:
+        pool.do(ev.LinkCut(0, client, ""))
+    pool.client(b"new", client=client.ljust(16, b"."), incarnation=1)
+    assert streamed(pool.step(link, (task, 0, 2, [3], ""), (task, 1, 1, [], "stop"))) == []
+    sent = pool.submit(b"new", 1, generate(3, n=2, stream=True, output=[[1], []]))
+    assert streamed(sent) == [(1, 0, 1, 0, [2, 3]), (1, 1, 0, 0, [5])]
+    assert [end.sequence for one in sent if isinstance(one.message, Tokens) for end in one.message.ended] == [1]
+    assert streamed(pool.step(link, (task, 0, 3, [4], "")))

@@ -58,10 +58,10 @@ class Sequence:
             first += count
 
 
-class Generation(Generic[T]):
+class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
-    __slots__ = ("behind", "blocks", "credit", "losses", "sent", "sequences", "taken", "tasks")
+    __slots__ = ("behind", "blocks", "credit", "expected", "losses", "sent", "sequences", "taken", "tasks")
 
     def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
@@ -80,6 +80,8 @@ class Generation(Generic[T]):
         #: tokens that were sent, and that the client has taken, since it last sent the request; 0 <= sent - taken <= credit
         self.sent = self.taken = 0
         self.credit = work.credit if work.stream else 0
+        #: the link of its client is lost, or new: what the client has is not known until it sends the request again
+        self.expected = False
 
     def unfinished(self, start: int, end: int) -> list[tuple[int, int]]:
         """The ranges of sequences from `start` to `end` that have not ended."""
@@ -92,8 +94,14 @@ class Generation(Generic[T]):
                     ranges.append((i, i + 1))
         return ranges
 
+    def expect(self) -> None:
+        """The client of a stream has no link, or a new one. It is sent nothing before it has sent the request again."""
+        self.expected = True
+        self.behind = dict.fromkeys(range(len(self.sequences)))
+
     def resume(self, received: GenerateWork) -> None:
         """The client has sent the request again, on a new link, with the tokens that it has."""
+        self.expected = False
         self.behind = dict.fromkeys(range(len(self.sequences)))
         for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
             sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))

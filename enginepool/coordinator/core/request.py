@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
-from enginepool.coordinator.core.generation import Generation
+from enginepool.coordinator.core.generation import GenerationState
 from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder
@@ -115,9 +115,9 @@ class Request:
         #: it runs once this version, or a later one, is committed
         self.min_version = asked.min_version
         #: the sequences of a request to generate: its rows
-        self.generation: Generation[RunningBatch] | None = None
+        self.generation: GenerationState[RunningBatch] | None = None
         if isinstance(work, GenerateWork):
-            self.generation = generation = Generation[RunningBatch](work)
+            self.generation = generation = GenerationState[RunningBatch](work)
             self.next, self.back = work.rows, generation.unfinished(0, work.rows)
             self.left = sum(end - start for start, end in self.back)
 

@@ -133,6 +133,9 @@ class ClientRegistry:
     def _link(self, client: Client, link: Link | None) -> None:
         """Set the newest link of `client`. The requests of a client without a link wait behind those of all other clients."""
         client.link = link
+        for request in client.live.values():
+            if request.generation is not None and request.generation.credit:
+                request.generation.expect()
         if client.away == (link is None):
             self._to_move.pop(client, None)
         elif client.live and self._moved >= MOVES:

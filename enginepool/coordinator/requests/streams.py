@@ -8,7 +8,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.events import Buffer
-from enginepool.coordinator.core.generation import Generation, Sequence
+from enginepool.coordinator.core.generation import GenerationState, Sequence
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
@@ -89,15 +89,17 @@ class StreamMessages:
             if client.link is None:
                 continue  # it sends its requests again, with the tokens that it has
             runs, ended = self._runs.get(client, []), self._ended.get(client, [])
-            for first in range(0, max(len(runs), len(ended)), MOST_RUNS):
-                part = slice(first, first + MOST_RUNS)
+            # Not before their tokens.
+            delay = max(len(runs) - 1, 0) // MOST_RUNS * MOST_RUNS
+            for first in range(0, max(len(runs), delay + len(ended)), MOST_RUNS):
+                part, ends = slice(first, first + MOST_RUNS), slice(max(first - delay, 0), max(first - delay + MOST_RUNS, 0))
                 frames: list[Buffer] = [b"".join(self._tokens.get(client, [])[part])]
                 total = len(frames[0]) // 4
                 specs = [FrameSpec("tokens", "int32", (total,))]
                 if client in self._some:
                     frames.append(b"".join(self._logprobs[client][part]))
                     specs.append(FrameSpec("logprobs", "float32", (total,)))
-                core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[part]), frames))
+                core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[ends]), frames))
 
 
 def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
@@ -213,7 +215,7 @@ def flush(core: Context, request: Request) -> None:
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)
     out = StreamMessages()
-    for place in list(state.behind):
+    for place in () if state.expected else tuple(state.behind):
         sequence, room = state.sequences[place], state.taken + state.credit - state.sent
         if sequence.sent < len(sequence.tokens) and not room:
             break
@@ -262,7 +264,7 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
         requests.put_back(request, ranges)
 
 
-def _interrupt(request: Request, work: GenerateWork, state: Generation[RunningBatch], place: int) -> None:
+def _interrupt(request: Request, work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
     sequence = state.sequences[place]
     new = len(sequence.tokens) - sequence.start
     if new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
