@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from enginepool import errors
     from enginepool.client.blocking import BlockingPool
     from enginepool.client.embed import EmbedResult
+    from enginepool.client.generations import Generation, Generations, TokenChunk
     from enginepool.client.pool import Pool
     from enginepool.client.rerank import RerankResult
     from enginepool.client.score import ScoreResult
+    from enginepool.client.token_stream import TokenStream
     from enginepool.errors import EnginepoolError
     from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
     from enginepool.trainer.publisher import WeightPublisher
@@ -24,9 +26,13 @@ __all__ = [
     "BlockingWeightPublisher",
     "EmbedResult",
     "EnginepoolError",
+    "Generation",
+    "Generations",
     "Pool",
     "RerankResult",
     "ScoreResult",
+    "TokenChunk",
+    "TokenStream",
     "WeightPublisher",
     "__version__",
     "errors",
@@ -36,11 +42,15 @@ __all__ = [
 _MODULES = {
     "BlockingPool": "client.blocking",
     "BlockingWeightPublisher": "trainer.blocking_publisher",
+    "TokenChunk": "client.generations",
     "EmbedResult": "client.embed",
     "EnginepoolError": "errors",
+    "Generation": "client.generations",
+    "Generations": "client.generations",
     "Pool": "client.pool",
     "RerankResult": "client.rerank",
     "ScoreResult": "client.score",
+    "TokenStream": "client.token_stream",
     "WeightPublisher": "trainer.publisher",
 }
 

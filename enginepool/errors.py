@@ -4,7 +4,7 @@ All derive from `EnginepoolError`, so that one `except` catches all errors of th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import ErrorReply
@@ -14,7 +14,8 @@ class EnginepoolError(Exception):
     """Something that the pool, or this library on its behalf, refused or could not do.
 
     Attributes:
-        code: the wire code (a key of `enginepool.protocol.errors.CODES`), or a local one (`closed`, `config`, `connect`).
+        code: the wire code (a key of `enginepool.protocol.errors.CODES`), or a local one (`closed`, `config`, `connect`,
+            `interrupted`).
         fault: `caller`, `pool` or `none`: a full queue, a deadline, an update that was aborted.
         retry: sending the same request again is safe and may help.
         field: the argument at fault (`items[3]`), or "".
@@ -152,6 +153,24 @@ class UpdateAborted(_WireCode, code="update_aborted"):
 class ShuttingDown(_WireCode, code="shutting_down"):
     """The coordinator is shutting down and takes no new updates. Calls for scores do not end with this: they wait for the next
     coordinator, until their timeout."""
+
+
+class Interrupted(EnginepoolError):
+    """Sequences of a generation ended before their time: their worker was lost, or got new weights, and no other could continue
+    them exactly.
+
+    Attributes:
+        generations: all sequences of the call, as far as they are (`enginepool.Generations`). `continue_from` goes on after
+            them.
+    """
+
+    code = "interrupted"
+    fault = "none"
+    retry = True
+
+    def __init__(self, message: str, *, generations: Any = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.generations = generations
 
 
 class ConnectError(EnginepoolError, ConnectionError):

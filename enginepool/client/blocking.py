@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from enginepool.client.absent import no_attribute, not_made_so
-from enginepool.client.facade import BlockingFacade, attribute, blocking
+from enginepool.client.facade import StreamingFacade, attribute, blocking, streaming
 from enginepool.client.loop_thread import LoopThread
 from enginepool.client.opening import Opening
 from enginepool.client.pool import Pool
@@ -30,7 +30,7 @@ def _opened(opening: Callable[P, Opening[Pool]]) -> "Callable[P, BlockingPool]":
     return open_
 
 
-class BlockingPool(BlockingFacade):
+class BlockingPool(StreamingFacade):
     """A `Pool` whose calls return when they are done. Any thread may call it, also several at once, except the pool's own
     thread, which calls `report` and `on_wanted`. It does not survive a fork: a child process opens a pool of its own.
 
@@ -67,6 +67,8 @@ class BlockingPool(BlockingFacade):
     embed = blocking(Pool.embed)
     similarity = blocking(Pool.similarity)
     rerank = blocking(Pool.rerank)
+    generate = blocking(Pool.generate)
+    stream = streaming(Pool.stream)
     flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
@@ -106,6 +108,11 @@ class BlockingPool(BlockingFacade):
                 raise
             # Closing ends the loop, and with it what still runs there.
             raise PoolClosed("the pool is closed") from None
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the pool's loop make a call soon; nothing of a closed pool is left to call."""
+        if self._end.alive:
+            self._thread.post(call)
 
 
 def _close(thread: LoopThread, pool: Pool) -> None:

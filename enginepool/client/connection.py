@@ -21,6 +21,7 @@ from enginepool.client.session.events import (
     Complaint,
     Ended,
     Fail,
+    Heard,
     MessageReceived,
     OpenLink,
     Question,
@@ -29,7 +30,9 @@ from enginepool.client.session.events import (
     SessionEvent,
     SessionTick,
     Start,
+    StreamPart,
     SubmitRequest,
+    TokensTaken,
     UpdateBegin,
     UpdateStep,
     Welcomed,
@@ -38,15 +41,25 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ControlReport, ErrorReply, Result, RowRequest, StatusReport, ToClient
+from enginepool.protocol.messages import (
+    ControlReport,
+    ErrorReply,
+    Generate,
+    Generated,
+    Result,
+    RowRequest,
+    StatusReport,
+    ToClient,
+)
 from enginepool.protocol.messages.weight_reports import WeightsReport
 from enginepool.protocol.messages.weights import Publish
 
 log = logging.getLogger("enginepool")
 
-T = TypeVar("T", Result, StatusReport, WeightsReport, ControlReport)
+T = TypeVar("T", Result, Generated, StatusReport, WeightsReport, ControlReport)
+A = TypeVar("A", Result, Generated)
 #: Called with what becomes of a request, a question or an update; last with Answer or Fail.
-Hear = Callable[[Answer | UpdateStep | Fail], None]
+Hear = Callable[[Heard], None]
 
 _NO_POOL = "; is a pool running there? `enginepool serve` starts one"
 #: How long a Goodbye may take to leave, in seconds.
@@ -112,15 +125,17 @@ class Connection:
 
     async def submit(
         self,
-        request: RowRequest,
+        request: RowRequest | Generate,
         frames: Sequence[Buffer],
+        answer: type[A],
         within: float | None,
         retry_busy: bool,
         names: Mapping[str, str],
-    ) -> tuple[Result, Sequence[Buffer]]:
+    ) -> tuple[A, Sequence[Buffer]]:
         """The result of `request`, which gets a fresh id. Cancelling takes the request back.
 
         Args:
+            answer: the kind of its result.
             within: seconds to the answer.
             retry_busy: send it again after `busy`.
             names: what an error calls the fields of the request.
@@ -131,7 +146,26 @@ class Connection:
         now = self.now()
         deadline = None if within is None else now + within
         request.id = self._fresh_id()
-        return await self._answer(SubmitRequest(now, request, frames, deadline, retry_busy), request.id, Result, names)
+        return await self._answer(SubmitRequest(now, request, frames, deadline, retry_busy), request.id, answer, names)
+
+    def open_stream(
+        self, request: Generate, frames: Sequence[Buffer], within: float | None, retry_busy: bool, hear: Hear
+    ) -> int:
+        """Send `request`, which gets a fresh id; `hear` is called with its parts, and last with its answer. Returns the id."""
+        now = self.now()
+        request.id = self._fresh_id()
+        self._hears[request.id] = hear
+        self.handle(SubmitRequest(now, request, frames, None if within is None else now + within, retry_busy))
+        return request.id
+
+    def abandon(self, id_: int) -> None:
+        """Take a request back, unless it has its answer. Nothing more is heard of it."""
+        if self._hears.pop(id_, None) is not None:
+            self.handle(AbandonRequest(self._loop.time(), id_))
+
+    def tokens_taken(self, id_: int, taken: int) -> None:
+        """The caller has taken so many tokens of a stream, in all."""
+        self.handle(TokensTaken(self._loop.time(), id_, taken))
 
     async def ask(self, question: Question, answer: type[T], within: float | None = None) -> tuple[T, Sequence[Buffer]]:
         """The report that answers `question`, which gets a fresh id, and its frames. Cancelling takes the question back.
@@ -146,9 +180,9 @@ class Connection:
     async def _answer(
         self, event: SessionEvent, id_: int, answer: type[T], names: Mapping[str, str] | None = None
     ) -> tuple[T, Sequence[Buffer]]:
-        future: asyncio.Future[Answer | UpdateStep | Fail] = self._loop.create_future()
+        future: asyncio.Future[Heard] = self._loop.create_future()
 
-        def hear(effect: Answer | UpdateStep | Fail) -> None:
+        def hear(effect: Heard) -> None:
             if not future.done():
                 future.set_result(effect)
 
@@ -157,8 +191,7 @@ class Connection:
         try:
             said = await future
         except asyncio.CancelledError:
-            if self._hears.pop(id_, None) is not None:
-                self.handle(AbandonRequest(self._loop.time(), id_))
+            self.abandon(id_)
             raise
         if isinstance(said, Fail):
             raise self.error(said.failure, names)
@@ -209,6 +242,10 @@ class Connection:
             self._link.send(effect.message, effect.frames)
         elif isinstance(effect, Answer | Fail):
             hear = self._hears.pop(effect.id, None)
+            if hear is not None:
+                hear(effect)
+        elif isinstance(effect, StreamPart):
+            hear = self._hears.get(effect.id)
             if hear is not None:
                 hear(effect)
         elif isinstance(effect, UpdateStep):

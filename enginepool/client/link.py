@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -18,7 +19,8 @@ from enginepool.net.dealer import connect
 from enginepool.net.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
-from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, ToClient
+from enginepool.protocol.generated import check_tokens
+from enginepool.protocol.messages import ErrorReply, FrameSpec, Generated, Message, Result, ToClient, Tokens
 from enginepool.protocol.messages.weight_reports import WeightsReport
 
 #: Frames over this many bytes are handed to libzmq, and taken from it, without a copy; below it a copy is cheaper.
@@ -29,6 +31,7 @@ _BURST = 256
 _RETRY_S = 0.05
 _SNDHWM = 1000
 
+WithFrames: TypeAlias = Result | WeightsReport | Generated | Tokens
 Received = Callable[[ToClient, Sequence[Buffer]], None]
 
 
@@ -140,23 +143,33 @@ class ClientLink:
             message = decode_header(self._decoder, head)
         except WireError as error:
             self._complain(f"dropped a message that cannot be read: {error.message}")
-        specs: Sequence[FrameSpec] = message.frames if isinstance(message, Result | WeightsReport) else ()
+        specs: Sequence[FrameSpec] = message.frames if isinstance(message, WithFrames) else ()
         frames: list[Buffer] = []
         while socket.getsockopt(zmq.RCVMORE):
             if len(frames) < len(specs) and _is_large(specs[len(frames)]):
                 frames.append(socket.recv(copy=False).buffer)
             else:
                 frames.append(socket.recv())
-        if isinstance(message, Result | WeightsReport):
-            try:
-                check_frames(specs, frames)
-            except WireError as error:
-                text = f"the answer cannot be read: {error.message}"
-                message = ErrorReply(error.code, text, id=message.id, field=error.field, limit=error.limit)
-                frames = []
+        if isinstance(message, WithFrames):
+            message = self._checked(message, frames)
         if message is not None:
             self._received(message, frames)
         return True
+
+    def _checked(self, message: WithFrames, frames: list[Buffer]) -> ToClient | None:
+        """The message, if its payload is what its header says. An answer that is not becomes an error."""
+        try:
+            if isinstance(message, Tokens):
+                check_tokens(message)
+            check_frames(message.frames, frames)
+        except WireError as error:
+            if isinstance(message, Tokens):
+                self._complain(f"dropped tokens that cannot be read: {error.message}")
+                return None
+            text = f"the answer cannot be read: {error.message}"
+            frames.clear()
+            return ErrorReply(error.code, text, id=message.id, field=error.field, limit=error.limit)
+        return message
 
     def _flush(self) -> None:
         socket = self._socket

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvloop
@@ -48,6 +49,13 @@ class LoopThread:
         except BaseException:  # Ctrl-C above all; raised again
             future.cancel()
             raise
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop make a call soon; from any thread, also its own. A loop that has ended makes none."""
+        if self.is_elsewhere:
+            return
+        with suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
         """Cancel what runs and end the thread. Idempotent."""

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
-from enginepool.client.session.events import Answer, Fail, UpdateAbort, UpdateCommit, UpdateStep
+from enginepool.client.session.events import Answer, Fail, Heard, UpdateAbort, UpdateCommit
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, Published, Transfer
 
@@ -38,7 +38,7 @@ async def publish_unsent(connection: "Connection", publish: Publish, seconds: fl
     deadline = None if seconds is None else now + seconds
     end: asyncio.Future[Answer | Fail] = asyncio.get_running_loop().create_future()
 
-    def hear(effect: Answer | UpdateStep | Fail) -> None:
+    def hear(effect: Heard) -> None:
         if isinstance(effect, Answer | Fail) and not end.done():
             end.set_result(effect)
 

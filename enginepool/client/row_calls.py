@@ -1,13 +1,15 @@
 """What all calls of a `Pool` for rows share: their common options, and a request that gets one answer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from enginepool.client.arguments import check_flag, check_group, check_priority, check_timeout, check_version
 from enginepool.client.connection import Connection
 from enginepool.client.notices import Notices
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Result, RowRequest
+from enginepool.protocol.messages import Generate, Generated, Result, RowRequest
+
+A = TypeVar("A", Result, Generated)
 
 
 class RowOptions(TypedDict, total=False):
@@ -30,18 +32,32 @@ class RowCalls:
         self, request: RowRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: RowOptions
     ) -> tuple[Result, Sequence[Buffer]]:
         """The answer to `request` with these options. An error calls the fields of the request as `names` says."""
-        request.group = check_group(options.get("group", ""))
-        request.priority = check_priority(options.get("priority", 0))
-        request.min_version = check_version(options.get("min_version", 0), "min_version")
-        seconds = check_timeout(options.get("timeout"))
-        retry_busy = check_flag("retry_busy", options.get("retry_busy", True))
+        return await self._ask(request, frames, Result, names, options)
+
+    async def _ask(
+        self,
+        request: RowRequest | Generate,
+        frames: Sequence[Buffer],
+        answer: type[A],
+        names: Mapping[str, str],
+        options: RowOptions,
+    ) -> tuple[A, Sequence[Buffer]]:
+        seconds, retry_busy = set_options(request, options)
         if seconds is not None:
-            return await self._connection.submit(request, frames, seconds, retry_busy, names)
+            return await self._connection.submit(request, frames, answer, seconds, retry_busy, names)
         self._notices.begin()
         try:
-            return await self._connection.submit(request, frames, None, retry_busy, names)
+            return await self._connection.submit(request, frames, answer, None, retry_busy, names)
         finally:
             self._notices.end()
+
+
+def set_options(request: RowRequest | Generate, options: RowOptions) -> tuple[float | None, bool]:
+    """Give a request the options that it carries. Returns the others: the seconds to its answer, and `retry_busy`."""
+    request.group = check_group(options.get("group", ""))
+    request.priority = check_priority(options.get("priority", 0))
+    request.min_version = check_version(options.get("min_version", 0), "min_version")
+    return check_timeout(options.get("timeout")), check_flag("retry_busy", options.get("retry_busy", True))
 
 
 def flag(options: Mapping[str, object], name: str, default: bool = False) -> bool:

@@ -23,14 +23,14 @@ import msgspec
 from enginepool.client.arguments import check_timeout
 from enginepool.client.metadata_update import NAMES
 from enginepool.client.session.events import (
-    Answer,
     Fail,
+    Heard,
     SessionEvent,
+    StreamPart,
     UpdateAbort,
     UpdateCommit,
     UpdateProgress,
     UpdateSent,
-    UpdateStep,
 )
 from enginepool.errors import EnginepoolError, Publishing, error_from
 from enginepool.host import host_identity
@@ -193,8 +193,8 @@ class UpdateHandle:
         self._id = context.connection.open_update(publish, (text,), deadline, self._hear)
         await asyncio.shield(self._opened)
 
-    def _hear(self, effect: Answer | UpdateStep | Fail) -> None:
-        assert self._sender is not None
+    def _hear(self, effect: Heard) -> None:
+        assert self._sender is not None and not isinstance(effect, StreamPart)
         message = effect.failure if isinstance(effect, Fail) else effect.message
         if isinstance(message, Join):
             self._sender.join_group(message)

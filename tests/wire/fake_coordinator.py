@@ -75,7 +75,7 @@ class FakeCoordinator:
         #: hears what has no answer here
         self.others: Callable[[bytes, FromClient, list[bytes]], None] | None = None
         self._errands: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-        self._letters: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[tuple[bytes, Message, Sequence[bytes]]] = queue.SimpleQueue()
         self._greeted: set[bytes] = set()
         self._decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
         self._stopping = threading.Event()
@@ -114,9 +114,9 @@ class FakeCoordinator:
         """Know no client any more, as after a restart."""
         self._greeted.clear()
 
-    def write(self, link: bytes, message: Message) -> None:
+    def write(self, link: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send a message on one link, from any thread."""
-        self._letters.put((link, message))
+        self._letters.put((link, message, frames))
 
     def _run(self) -> None:
         while not self._stopping.is_set():

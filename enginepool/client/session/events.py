@@ -4,11 +4,24 @@ Every event carries `now`, seconds on one monotonic clock. Effects are performed
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, Status, StatusReport, ToClient
+from enginepool.protocol.messages import (
+    ErrorReply,
+    Generate,
+    Generated,
+    Message,
+    RestartWorker,
+    Result,
+    RowRequest,
+    SequenceEnd,
+    Status,
+    StatusReport,
+    ToClient,
+)
 from enginepool.protocol.messages.control import Control, ControlReport
 from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, Publish, Published
@@ -36,7 +49,7 @@ class SubmitRequest(SessionEvent, frozen=True):
     `now`, at each send. With `retry_busy` a `busy` is tried again while there is time; else it is the answer.
     """
 
-    request: RowRequest
+    request: RowRequest | Generate
     frames: Sequence[Buffer]
     deadline: float | None = None
     retry_busy: bool = True
@@ -46,6 +59,13 @@ class AbandonRequest(SessionEvent, frozen=True):
     """The caller no longer wants request, or report, `id`."""
 
     id: int
+
+
+class TokensTaken(SessionEvent, frozen=True):
+    """The caller has taken so many tokens of stream `id`, in all. More than its credit are not sent ahead of that."""
+
+    id: int
+    taken: int
 
 
 class Ask(SessionEvent, frozen=True):
@@ -135,9 +155,12 @@ class SendMessage(SessionEffect, frozen=True):
 
 
 class Answer(SessionEffect, frozen=True):
-    """The final answer of a request, a question or an update. An update that is not committed ends with Fail."""
+    """The final answer of a request, a question or an update. An update that is not committed ends with Fail.
 
-    message: Result | StatusReport | WeightsReport | ControlReport | Published
+    That of a stream has all its tokens from where the caller's request ended, also those that other answers brought.
+    """
+
+    message: Result | Generated | StatusReport | WeightsReport | ControlReport | Published
     frames: Sequence[Buffer] = ()
 
     @property
@@ -153,6 +176,18 @@ class Fail(SessionEffect, frozen=True):
     failure: ErrorReply
 
 
+class StreamPart(SessionEffect, frozen=True):
+    """The next tokens of a sequence of stream `id`, as bytes of int32, which weights of `version` computed; as many `logprobs`,
+    as bytes of float32, if asked for. `end`: the sequence has ended, after these tokens or without more."""
+
+    id: int
+    sequence: int
+    tokens: bytes = b""
+    logprobs: bytes = b""
+    version: int = 0
+    end: SequenceEnd | None = None
+
+
 class UpdateStep(SessionEffect, frozen=True):
     """An update goes on. Said again after a lost link.
 
@@ -161,6 +196,10 @@ class UpdateStep(SessionEffect, frozen=True):
     """
 
     message: Join | Phase
+
+
+#: what becomes of a request, a question or an update; last Answer or Fail
+Heard: TypeAlias = Answer | StreamPart | UpdateStep | Fail
 
 
 class CommittedWeightsLost(SessionEffect, frozen=True):

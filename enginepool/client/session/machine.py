@@ -11,6 +11,9 @@ to the requests that it has, or runs them again. Later copies of an answer are d
 wait for the Welcome of a higher epoch. The coordinator enforces deadlines. A sent request fails here `grace_s` after its
 deadline, so that no call hangs without a coordinator.
 
+*Streams* (`streams.py`) are requests whose tokens arrive before their answer. They are sent again with the tokens that
+arrived. The caller's pace gives the coordinator credit for more.
+
 *Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are sent again after a lost link,
 and looked up in the journal of a new coordinator.
 
@@ -40,6 +43,7 @@ from enginepool.client.session.events import (
     SessionTick,
     Start,
     SubmitRequest,
+    TokensTaken,
     UpdateAbort,
     UpdateBegin,
     UpdateCommit,
@@ -51,15 +55,18 @@ from enginepool.client.session.link_state import LinkState
 from enginepool.client.session.pending_requests import PendingRequests
 from enginepool.client.session.questions import PendingQuestions
 from enginepool.client.session.settings import DEFAULTS, SessionSettings
+from enginepool.client.session.streams import Streams
 from enginepool.client.session.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
     ErrorReply,
+    Generated,
     Goodbye,
     Ping,
     Pong,
     Result,
+    Tokens,
     Welcome,
 )
 from enginepool.protocol.messages.weight_reports import WeightsReport
@@ -85,6 +92,7 @@ class ClientSession:
         self.settings = settings
         self.link = LinkState(client, token, settings, agent)
         self.calls = PendingRequests(settings, jitter)
+        self.streams = Streams(self.calls)
         self.questions = PendingQuestions(settings, self.link)
         self.updates = Updates(settings)
         #: why it ended
@@ -101,6 +109,7 @@ class ClientSession:
             Start: self._on_start,
             SubmitRequest: lambda event: self._begin(event.request.id, self.calls.submit, event),
             AbandonRequest: self._on_abort,
+            TokensTaken: lambda event: self.streams.taken(event, self._out),
             Ask: lambda event: self._begin(event.question.id, self.questions.ask, event),
             UpdateBegin: lambda event: self._begin(event.publish.id, self.updates.open, event),
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
@@ -167,7 +176,12 @@ class ClientSession:
         if isinstance(message, Pong) and 0 < message.epoch < self.link.epoch:
             return
         self.link.heard()
-        if isinstance(message, Result):
+        if isinstance(message, Tokens):
+            self.streams.received(message, event.frames, self._now, self._out)
+        elif isinstance(message, Generated):
+            if message.final:
+                self._answered(message.id, self.streams.finished(message, event.frames, self._now, self._out))
+        elif isinstance(message, Result):
             if message.final:
                 self._answered(message.id, Answer(message, event.frames))
         elif isinstance(message, ErrorReply):

@@ -19,16 +19,15 @@ from typing import Literal
 
 import msgspec
 
+from enginepool.client.session.charges import charge_of, message_bytes
 from enginepool.client.session.events import Answer, Fail, SendMessage, SessionEffect, SubmitRequest
+from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.client.session.settings import SessionSettings
-from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Cancel, ErrorReply, RowRequest, Welcome
+from enginepool.protocol.messages import Cancel, ErrorReply, Generate, RowRequest, Welcome
 
 Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
-#: Frame 0 of a request has at most this many bytes, plus 5 for each label and 4 for each character of the group.
-_HEADER_BYTES = 512
 #: Lazily deleted heap entries that are tolerated before a heap is rebuilt.
 _SLACK = 1024
 
@@ -38,17 +37,22 @@ class Call:
 
     __slots__ = (
         "charge", "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "request", "retry_busy",
-        "sends", "sent_at", "sweeps",
+        "sends", "sent_at", "stream", "sweeps",
     )  # fmt: skip
 
-    def __init__(self, request: RowRequest, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool) -> None:
+    def __init__(
+        self, request: RowRequest | Generate, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool
+    ) -> None:
         self.id = request.id
+        #: as it is sent, the next time
         self.request = request
         self.frames = frames
         #: at least the bytes of its message
-        self.nbytes = _HEADER_BYTES + 5 * request.values + 4 * len(request.group) + sum(map(len, frames))
+        self.nbytes = message_bytes(request, frames)
         #: what the coordinator counts against the window, without what only a model knows: hidden states, a classifier's labels
-        self.charge = _charge(request, frames)
+        self.charge = charge_of(request, frames)
+        #: what arrived of it, if it is a stream
+        self.stream = ReceivedTokens(request, frames) if isinstance(request, Generate) and request.stream else None
         self.deadline = deadline
         self.retry_busy = retry_busy
         self.place: Place = "waiting"
@@ -63,6 +67,13 @@ class Call:
         self.refusals = 0
         #: when a tick has to look at it: the time of its one valid entry among the timers
         self.due = inf
+
+    def renew(self) -> None:
+        """It will be sent again: a stream with the tokens that arrived."""
+        if self.stream is not None:
+            self.request, self.frames = self.stream.message()
+            if not self.counted:
+                self.nbytes, self.charge = message_bytes(self.request, self.frames), charge_of(self.request, self.frames)
 
 
 class PendingRequests:
@@ -141,6 +152,7 @@ class PendingRequests:
         self.open = False
         for call in self.by_id.values():
             self._uncount(call)
+            call.renew()
             if call.place == "sent":
                 self._wait(call)
                 self._set_due(call)
@@ -208,8 +220,11 @@ class PendingRequests:
         if self.paused:
             return
         for call in self.by_id.values():
-            if call.place == "sent" and now - call.sent_at >= self.settings.resend_s * 2**call.sweeps:
+            # A caller that is slow to take its tokens is no sign of a lost message.
+            slow = call.stream is not None and call.stream.waits
+            if call.place == "sent" and not slow and now - call.sent_at >= self.settings.resend_s * 2**call.sweeps:
                 call.sweeps = min(call.sweeps + 1, 4)
+                call.renew()
                 self._send(call, now, out)
 
     def pump(self, now: float, out: list[SessionEffect]) -> None:
@@ -304,17 +319,6 @@ def _cancelled(call: Call) -> ErrorReply:
 def _too_late(call: Call) -> ErrorReply:
     where = "without an answer" if call.sends else "before the request could be sent"
     return ErrorReply("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
-
-
-def _charge(request: RowRequest, frames: Sequence[Buffer]) -> int:
-    """Bytes that the coordinator counts for a request and its answer, as far as the request alone tells: see `Call.charge`."""
-    rows = request.frames[-1].shape[0]
-    text = 0
-    if request.frames[0].dtype == "utf8":
-        query = 0 if len(frames) == 2 else len(frames[0]) * (rows if len(frames) == 3 else 1)
-        text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
-    charge = REQUEST_BYTES + LABEL_BYTES * request.values + sum(map(len, frames)) + text
-    return charge + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * request.columns)
 
 
 def _too_large(call: Call, nbytes: int, limit: int) -> ErrorReply:

@@ -1,0 +1,220 @@
+"""`Pool.generate` and `Pool.stream`: the calls, and their arguments in Python's names."""
+
+from collections.abc import Sequence
+from typing import Any, Final, Unpack, cast, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.client.arguments import Ids, bad, check_int, check_options, kind
+from enginepool.client.generations import Generation, Generations, read_generations
+from enginepool.client.payload import encode_rows
+from enginepool.client.row_calls import RowCalls, flag, set_options
+from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
+from enginepool.client.token_stream import TokenStream
+from enginepool.protocol.basis import MAX_HEADER_BYTES
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import (
+    DEFAULT_CREDIT,
+    MAX_CREDIT,
+    MAX_SEQUENCES,
+    Ended,
+    FrameSpec,
+    Generate,
+    Generated,
+    SequenceEnd,
+)
+
+#: What the wire calls the arguments.
+_NAMES: Final = {
+    "items": "prompts",
+    "timeout_ms": "timeout",
+    "output": "continue_from",
+    "output_lengths": "continue_from",
+    "ended": "continue_from",
+    **SAMPLING_NAMES,
+}
+_REASONS: Final[tuple[str, ...]] = get_args(Ended)
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `Pool.generate`, which says what each one does."""
+
+    n: int
+    logprobs: bool
+    partial: bool
+    continue_from: Sequence[Sequence[Generation]] | None
+
+
+class StreamOptions(GenerateOptions, total=False):
+    """The options of `Pool.stream`."""
+
+    credit: int
+
+
+class GenerateCalls(RowCalls):
+    """The calls of a pool that generate."""
+
+    async def generate(
+        self, prompts: str | Ids | Sequence[str] | Sequence[Ids], **options: Unpack[GenerateOptions]
+    ) -> Generations:
+        """Continue each prompt, `n` times.
+
+        A sequence whose worker is lost goes on elsewhere after its last token. One that cannot be continued exactly (a grammar,
+        a penalty, or a stop string) begins again.
+
+        Args:
+            prompts: texts, or token ids of each prompt (also a two-dimensional array: a row each); or one prompt.
+            n: samples of each prompt; at most 4096 in one call. Default: 1.
+            max_new_tokens: tokens of each sequence, at most, with those of `continue_from`. Default: 128.
+            min_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, stop,
+            stop_token_ids, stop_regex, ignore_eos, logit_bias, sampling_seed, json_schema, regex, ebnf, structural_tag:
+                SGLang's sampling parameters, with its defaults, but for `max_new_tokens`. At most one of the last four.
+            logprobs: the natural logarithm of the probability of each token, too. Default: False.
+            partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
+                instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.
+            continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
+                by their length and have fewer than `max_new_tokens`, go on after their tokens. The result has all tokens.
+            group, priority, timeout, retry_busy, min_version: as in `score`.
+
+        Returns:
+            `generations[prompt][sample]`, each with its token ids; see `Generations` and `Generation`. The result has no text:
+            the tokenizer of the model decodes the ids.
+
+        Raises:
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit.
+            Interrupted: a sequence ended before its time, and `partial` is False; the error has everything so far.
+            EnginepoolError: as in `score`.
+
+        Cancelling the task that awaits it takes the request back, and ends its sequences in the engines.
+        """
+        check_options("generate", options, GenerateOptions, "prompts")
+        request, frames, earlier = _request("prompts", _as_rows(prompts), options)
+        answer, frames = await self._ask(request, frames, Generated, _NAMES, options)
+        return read_generations(request, earlier, answer, frames)
+
+    def stream(self, prompt: str | Ids, **options: Unpack[StreamOptions]) -> TokenStream:
+        """Continue a prompt, and take the tokens as they are generated: `async for chunk in pool.stream(prompt)`.
+
+        Args:
+            prompt: a text, or token ids.
+            credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
+                its own stream alone. 1 to 65536; default: 1024.
+            n, sampling parameters, logprobs, partial, continue_from, group, priority, timeout, retry_busy, min_version: as in
+                `generate`; `timeout` is for the whole stream.
+
+        Returns:
+            An iterable of `TokenChunk`, each with the next tokens of one sample; its `result()` is what `generate` returns.
+
+        Raises:
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. All else is raised by the loop.
+        """
+        check_options("stream", options, StreamOptions, "prompt")
+        request, frames, earlier = _request("prompt", [prompt], options)
+        request.stream = True
+        request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
+        within, retry_busy = set_options(request, options)
+        names = {**_NAMES, "items": "prompt"}
+        return TokenStream(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
+
+
+def _as_rows(prompts: Any) -> Any:
+    """Prompts, or one prompt, as rows."""
+    if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
+        return [prompts]
+    if isinstance(prompts, Sequence) and len(cast("Sequence[Any]", prompts)):
+        first = cast("Sequence[Any]", prompts)[0]
+        if isinstance(first, int | np.integer) and not isinstance(first, bool):
+            return [prompts]
+    return cast("Any", prompts)
+
+
+def _request(
+    name: str, rows: Sequence[Any], options: GenerateOptions
+) -> tuple[Generate, Sequence[Buffer], Sequence[Generation]]:
+    """The request for prompts in the argument `name`, its frames, and the sequences that it continues."""
+    specs, frames = encode_rows(name, rows)
+    prompts = specs[1].shape[0]
+    if prompts > MAX_SEQUENCES:
+        raise bad(name, f"{name}: {prompts}; at most {MAX_SEQUENCES} in one request", str(MAX_SEQUENCES))
+    request = Generate(
+        id=0,
+        frames=specs,
+        n=check_int("n", options.get("n", 1), 1, MAX_SEQUENCES // prompts),
+        sampling=sampling_of(options),
+        logprobs=flag(options, "logprobs"),
+        partial=flag(options, "partial"),
+    )
+    earlier = _earlier(options.get("continue_from"), prompts, request)
+    if earlier:
+        request.frames, request.ended, frames = _brought(request, frames, earlier)
+    size = len(msgspec.msgpack.encode(request))
+    if size > MAX_HEADER_BYTES:
+        sampling = request.sampling
+        field = max(("stop", "stop_regex"), key=lambda field: sum(map(len, getattr(sampling, field))))
+        text = f"{field}: the parameters take {size} bytes together; at most {MAX_HEADER_BYTES}"
+        raise bad(field, text, str(MAX_HEADER_BYTES))
+    return request, frames, earlier
+
+
+def _earlier(given: Any, prompts: int, request: Generate) -> list[Generation]:
+    """The sequences in `continue_from`, in the order of the wire."""
+    if given is None:
+        return []
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise bad("continue_from", f"continue_from: {kind(given)}; the generations of an earlier call")
+    groups = cast("Sequence[Any]", given)
+    if len(groups) != prompts:
+        text = f"continue_from: expected {prompts} groups (one per prompt), got {len(groups)}"
+        raise bad("continue_from", text, str(prompts))
+    found: list[Generation] = []
+    for at, group in enumerate(groups):
+        where = f"continue_from[{at}]"
+        if not isinstance(group, Sequence) or isinstance(group, str | bytes):
+            raise bad(where, f"{where}: {kind(group)}; a group of generations")
+        samples = cast("Sequence[Any]", group)
+        if len(samples) != request.n:
+            raise bad(where, f"{where}: expected {request.n} generations (n), got {len(samples)}", str(request.n))
+        for i, one in enumerate(samples):
+            _check_generation(f"{where}[{i}]", one, request)
+            found.append(one)
+    return found
+
+
+def _check_generation(where: str, one: Any, request: Generate) -> None:
+    if not isinstance(one, Generation):
+        raise bad(where, f"{where}: {kind(one)}; a Generation")
+    ids, chances, most = cast("Any", one.token_ids), cast("Any", one.logprobs), request.sampling.max_new_tokens
+    if not isinstance(ids, np.ndarray) or cast("npt.NDArray[Any]", ids).dtype != np.int32 or one.token_ids.ndim != 1:
+        raise bad(f"{where}.token_ids", f"{where}.token_ids: must be an array int32 [tokens]")
+    if len(one.token_ids) and int(one.token_ids.min()) < 0:
+        raise bad(f"{where}.token_ids", f"{where}.token_ids: token id {one.token_ids.min()} is negative", "0")
+    if len(one.token_ids) > most:
+        raise bad(where, f"{where}: {len(one.token_ids)} tokens; at most max_new_tokens = {most}", str(most))
+    if request.logprobs and chances is not None and np.shape(chances) != one.token_ids.shape:
+        text = f"{where}.logprobs: expected {len(one.token_ids)} (one per token), got shape {list(np.shape(chances))}"
+        raise bad(f"{where}.logprobs", text)
+    if one.finish_reason not in _REASONS:
+        text = f"{where}.finish_reason: {one.finish_reason!r}; one of {', '.join(_REASONS)}"
+        raise bad(f"{where}.finish_reason", text)
+
+
+def _brought(
+    request: Generate, frames: Sequence[Buffer], earlier: Sequence[Generation]
+) -> tuple[list[FrameSpec], list[SequenceEnd], tuple[Buffer, ...]]:
+    """Header and frames of a request that brings these tokens along: specs, sequences that have ended, and frames."""
+    lengths = np.array([len(one.token_ids) for one in earlier], np.uint32)
+    output = np.concatenate([one.token_ids for one in earlier])
+    most = request.sampling.max_new_tokens
+    ended = [
+        SequenceEnd(number, "stop", one.matched) if one.finish_reason == "stop" else SequenceEnd(number, "length")
+        for number, one in enumerate(earlier)
+        if one.finish_reason == "stop" or len(one.token_ids) == most
+    ]
+    specs = [
+        *request.frames,
+        FrameSpec("output", "int32", (len(output),)),
+        FrameSpec("output_lengths", "uint32", (len(lengths),)),
+    ]
+    return specs, ended, (*frames, output.tobytes(), lengths.tobytes())

@@ -1,0 +1,162 @@
+"""The results of generation: sequences of tokens, by prompt; and the chunks of a stream."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from enginepool.client.payload import Ids32
+from enginepool.client.results import Floats, RequestTimings
+from enginepool.errors import Interrupted, Malformed
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.generated import AnsweredSequence, read_generated
+from enginepool.protocol.messages import Ended, Generate, Generated
+
+
+class TokenUsage(NamedTuple):
+    """Sequences; tokens of the prompts, each prompt counted once; and tokens of all sequences, with those that the call
+    continued."""
+
+    sequences: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """One sequence: a sample of a prompt. It has no text: decode the ids with the tokenizer of the model.
+
+    Attributes:
+        token_ids: int32 [tokens], without the prompt.
+        logprobs: float32 [tokens], the natural logarithm of the probability of each token, if asked for; NaN for tokens that
+            were handed in with `continue_from` without them.
+        finish_reason: `stop`: a stop token, string or pattern; `length`: `max_new_tokens`; `interrupted`: it could not be
+            continued.
+        matched: the token id, or the text, that it stopped at; else None.
+        spans: (version, count): so many tokens, in order, were computed by weights of this version.
+    """
+
+    token_ids: Ids32
+    logprobs: Floats | None
+    finish_reason: Ended
+    matched: int | str | None
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generations(Sequence[tuple[Generation, ...]]):
+    """The answer of `Pool.generate`: `generations[prompt][sample]`.
+
+    Attributes:
+        groups: for each prompt the tuple of its samples.
+        version: the newest weights that computed a token of it.
+        usage: sequences and tokens.
+        timings: time in the queue, and in the engines.
+    """
+
+    groups: tuple[tuple[Generation, ...], ...]
+    version: int
+    usage: TokenUsage
+    timings: RequestTimings
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Generation, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[Generation, ...], ...]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Generation, ...] | tuple[tuple[Generation, ...], ...]:
+        return self.groups[index]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[tuple[Generation, ...]]:
+        return iter(self.groups)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenChunk:
+    """The next tokens of a stream.
+
+    Attributes:
+        sequence: the sample that they belong to, from 0.
+        token_ids: int32 [tokens]; empty where a sequence ends without more.
+        logprobs: float32 [tokens], if asked for.
+        version: of the weights that computed them.
+        finish_reason: as in `Generation`; "" while the sequence goes on.
+        matched: as in `Generation`.
+    """
+
+    sequence: int
+    token_ids: Ids32
+    logprobs: Floats | None
+    version: int
+    finish_reason: Ended | str
+    matched: int | str | None
+
+
+def read_generations(
+    request: Generate, earlier: Sequence[Generation], answer: Generated, frames: Sequence[Buffer]
+) -> Generations:
+    """The generations in an answer to `request`; its frames have the announced lengths. The arrays are the caller's to change.
+
+    Args:
+        earlier: the sequences that the request continues; empty if it continues none.
+
+    Raises:
+        Malformed: the answer does not answer this request.
+        Interrupted: a sequence was interrupted, and the request did not ask for partial ones.
+    """
+    rows = request.frames[1].shape[0] * request.n
+    try:
+        sequences = read_generated(answer, frames, rows, request.logprobs)
+    except WireError as error:
+        raise Malformed(f"the answer cannot be read: {error.message}", field=error.field) from None
+    found: list[Generation] = []
+    for number, sequence in enumerate(sequences):
+        before = earlier[number] if earlier else None
+        has = 0 if before is None else len(before.token_ids)
+        if sequence.start != has:
+            text = f"starts[{number}]: {sequence.start} in an answer that continues {has} tokens"
+            raise Malformed(text, field=f"starts[{number}]")
+        found.append(_joined(before, sequence, request.logprobs))
+    groups = tuple(tuple(found[first : first + request.n]) for first in range(0, rows, request.n))
+    usage, times = answer.usage, answer.timings
+    generations = Generations(
+        groups,
+        answer.version,
+        TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens),
+        RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
+    )
+    interrupted = sum(one.finish_reason == "interrupted" for one in found)
+    if interrupted and not request.partial:
+        text = f"{interrupted} of {rows} sequences were interrupted; partial=True returns such sequences, continue_from goes on"
+        raise Interrupted(text, generations=generations)
+    return generations
+
+
+def _joined(before: Generation | None, sequence: AnsweredSequence, logprobs: bool) -> Generation:
+    """A sequence with the tokens that it continues."""
+    tokens = np.frombuffer(sequence.tokens, np.int32)
+    chances = np.frombuffer(sequence.logprobs, np.float32)
+    spans = list(sequence.spans)
+    if before is not None:
+        known = before.logprobs if before.logprobs is not None else np.full(len(before.token_ids), np.nan, np.float32)
+        tokens, chances = np.concatenate((before.token_ids, tokens)), np.concatenate((known, chances))
+        spans = merged(chain(before.spans, spans))
+    return Generation(
+        np.array(tokens, np.int32), np.array(chances, np.float32) if logprobs else None, sequence.end.reason,
+        sequence.end.matched, tuple((version, count) for version, count in spans),
+    )  # fmt: skip
+
+
+def merged(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans, where those of one version that follow each other are one."""
+    out: list[tuple[int, int]] = []
+    for version, count in spans:
+        if out and out[-1][0] == version:
+            count += out.pop()[1]
+        out.append((version, count))
+    return out

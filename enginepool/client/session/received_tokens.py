@@ -1,0 +1,181 @@
+"""What the client has of one stream: the tokens of its sequences, kept until the final answer.
+
+So the request can be sent again, after a lost link or to another coordinator, with the tokens that it has. Positions are those
+of the protocol: in the output of a sequence, and the tokens that the caller's request brought along come first.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from enginepool.client.session.events import StreamPart
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.generated import AnsweredSequence, read_generated, write_generated
+from enginepool.protocol.messages import FrameSpec, Generate, Generated, Run, SequenceEnd
+
+
+class ReceivedSequence:
+    """One sequence, from position `start` on."""
+
+    __slots__ = ("end", "logprobs", "spans", "start", "tokens")
+
+    def __init__(self, start: int) -> None:
+        #: tokens that the caller's request brought along
+        self.start = start
+        self.tokens = array("i")
+        #: as many, or none where they are not asked for
+        self.logprobs = array("f")
+        self.spans: list[tuple[int, int]] = []
+        self.end: SequenceEnd | None = None
+
+    def extend(self, tokens: Buffer, logprobs: Buffer, version: int) -> None:
+        count = len(tokens) // 4
+        self.tokens.frombytes(tokens)
+        self.logprobs.frombytes(logprobs)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = version, self.spans[-1][1] + count
+        else:
+            self.spans.append((version, count))
+
+
+class ReceivedTokens:
+    """The sequences of one stream, and how many of their tokens the caller has taken."""
+
+    def __init__(self, request: Generate, frames: Sequence[Buffer]) -> None:
+        self._request = request
+        self._frames = frames
+        self._most = request.sampling.max_new_tokens
+        rows = request.frames[1].shape[0] * request.n
+        starts = memoryview(frames[3]).cast("B").cast("I").tolist() if len(frames) == 4 else [0] * rows
+        self.sequences = [ReceivedSequence(start) for start in starts]
+        for end in request.ended:
+            self.sequences[end.sequence].end = end
+        #: tokens that arrived, and that the caller has taken, since the request was first sent; taken <= received
+        self.received = self.taken = 0
+        #: tokens that had arrived when the request was last sent: the coordinator counts from there
+        self._base = 0
+        #: tokens that the coordinator takes for taken
+        self._said = 0
+
+    # --- tokens --------------------------------------------------------------------------------------------------------
+
+    def run(self, run: Run, tokens: Buffer, logprobs: Buffer) -> StreamPart | None:
+        """The tokens of `run`, as bytes. None: they had all arrived before.
+
+        Raises:
+            WireError: no coordinator that holds to the protocol could have sent them.
+        """
+        sequence = self._sequence(run.sequence)
+        has = sequence.start + len(sequence.tokens)
+        old = has - run.at
+        if old < 0:
+            raise _malformed(run.id, f"sequence {run.sequence}: tokens from position {run.at} on, after {has}")
+        if run.at + run.count > self._most:
+            text = f"sequence {run.sequence}: {run.at + run.count} tokens, of max_new_tokens = {self._most}"
+            raise _malformed(run.id, text)
+        if old >= run.count:
+            return None
+        if sequence.end is not None:
+            raise _malformed(run.id, f"sequence {run.sequence}: tokens after its end")
+        if self._request.logprobs and not logprobs:
+            raise _malformed(run.id, f"sequence {run.sequence}: tokens without logprobs")
+        new = bytes(tokens[4 * old :])
+        chances = bytes(logprobs[4 * old :]) if self._request.logprobs else b""
+        sequence.extend(new, chances, run.version)
+        self.received += run.count - old
+        return StreamPart(run.id, run.sequence, new, chances, run.version)
+
+    def ended(self, id_: int, end: SequenceEnd) -> StreamPart | None:
+        """A sequence has ended. None: that was known. Raises WireError."""
+        sequence = self._sequence(end.sequence)
+        if sequence.end is not None:
+            return None
+        sequence.end = end
+        return StreamPart(id_, end.sequence, version=sequence.spans[-1][0] if sequence.spans else 0, end=end)
+
+    def _sequence(self, number: int) -> ReceivedSequence:
+        if not 0 <= number < len(self.sequences):
+            raise _malformed(self._request.id, f"sequence {number} of {len(self.sequences)}")
+        return self.sequences[number]
+
+    # --- credit --------------------------------------------------------------------------------------------------------
+
+    def take(self, taken: int, *, told: bool) -> int | None:
+        """The caller has taken so many tokens in all. Returns what the coordinator is to be told, once that is half of the
+        credit, and only if it can be `told`."""
+        self.taken = min(max(taken, self.taken), self.received)
+        if not told or self.taken - self._said < max(self._request.credit // 2, 1):
+            return None
+        self._said = self.taken
+        return self.taken - self._base
+
+    @property
+    def waits(self) -> bool:
+        """The coordinator may be waiting for credit: the caller has tokens to take."""
+        return self.taken < self.received
+
+    # --- sending again -------------------------------------------------------------------------------------------------
+
+    def message(self) -> tuple[Generate, Sequence[Buffer]]:
+        """The request, with the tokens that arrived. A coordinator takes all of them for taken."""
+        self._base = self._said = self.received
+        if not self.received and all(sequence.end is None for sequence in self.sequences):
+            return self._request, self._frames
+        brought, first = memoryview(self._frames[2] if len(self._frames) == 4 else b"").cast("B"), 0
+        parts: list[Buffer] = []
+        for sequence in self.sequences:
+            parts += (brought[first : first + 4 * sequence.start], memoryview(sequence.tokens).cast("B"))
+            first += 4 * sequence.start
+        lengths = array("I", [sequence.start + len(sequence.tokens) for sequence in self.sequences])
+        ended = [
+            # Its end, which is on the way, says nothing more: it has all its tokens.
+            sequence.end or SequenceEnd(number, "length")
+            for number, (sequence, length) in enumerate(zip(self.sequences, lengths, strict=True))
+            if sequence.end is not None or length >= self._most
+        ]
+        specs = [
+            *self._request.frames[:2],
+            FrameSpec("output", "int32", (sum(lengths),)),
+            FrameSpec("output_lengths", "uint32", (len(lengths),)),
+        ]
+        frames = (*self._frames[:2], b"".join(parts), lengths.tobytes())
+        return msgspec.structs.replace(self._request, frames=specs, ended=ended), frames
+
+    # --- the final answer ----------------------------------------------------------------------------------------------
+
+    def finish(self, answer: Generated, frames: Sequence[Buffer]) -> tuple[list[StreamPart], Generated, Sequence[Buffer]]:
+        """The parts that are missing here, and the whole answer: from where the caller's request ended.
+
+        Raises:
+            WireError: the answer does not continue what arrived.
+        """
+        parts: list[StreamPart] = []
+        whole: list[AnsweredSequence] = []
+        rests = read_generated(answer, frames, len(self.sequences), self._request.logprobs)
+        for number, (rest, sequence) in enumerate(zip(rests, self.sequences, strict=True)):
+            has = sequence.start + len(sequence.tokens)
+            if not sequence.start <= rest.start <= has <= rest.stop or (sequence.end is not None and has < rest.stop):
+                text = f"sequence {number}: tokens {rest.start} to {rest.stop} in the final answer, after {has} tokens"
+                raise _malformed(answer.id, text)
+            parts += self._missing(answer.id, number, rest)
+            chances = sequence.logprobs.tobytes()
+            whole.append(AnsweredSequence(sequence.start, sequence.tokens.tobytes(), chances, sequence.spans, rest.end))
+        return parts, *write_generated(answer, whole, self._request.logprobs)
+
+    def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> Iterator[StreamPart]:
+        """The parts of a sequence that only the final answer has. They are appended to it."""
+        first = rest.start
+        for version, count in rest.spans:
+            here = slice(4 * (first - rest.start), 4 * (first - rest.start + count))
+            part = self.run(Run(id_, number, first, count, version), rest.tokens[here], rest.logprobs[here])
+            first += count
+            if part is not None:
+                yield part
+        if (part := self.ended(id_, rest.end)) is not None:
+            yield part
+
+
+def _malformed(id_: int, what: str) -> WireError:
+    return WireError("malformed", f"request {id_}: the coordinator sent an invalid message: {what}", field="frames")
