@@ -22,11 +22,13 @@ class _Entry:
         self.dropped = False
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def leave(self, error: Exception | None = None) -> None:
+    def leave(self, error: Exception | asyncio.CancelledError | None = None) -> None:
         self.sequences.clear()
         if self.left.done():
             return
-        if error is None or self.dropped:
+        if isinstance(error, asyncio.CancelledError):
+            self.left.cancel()
+        elif error is None or self.dropped:
             self.left.set_result(None)
         else:
             self.left.set_exception(error)
@@ -83,8 +85,8 @@ class SimGenerator:
         try:
             while self._waiting or self._running:
                 await self._step()
-        except Exception as error:  # the engine died, or there is a mistake in here: all callers hear of it
-            for entry in (*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)):
+        except (Exception, asyncio.CancelledError) as error:  # it died, or this process ends: all callers hear of it
+            for entry in self._entries():
                 entry.leave(error)
             self._waiting, self._running = [], []
         finally:
@@ -111,10 +113,14 @@ class SimGenerator:
                 self._next(entry, i, weights)
         self._running = [(entry, i) for entry, i in self._running if i in entry.sequences]
 
+    def _entries(self) -> list[_Entry]:
+        """The tasks inside; a task with several sequences several times."""
+        return [*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)]
+
     def _drop(self) -> None:
         """Tasks without a caller leave."""
         self._dropped = False
-        for entry in (*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)):
+        for entry in self._entries():
             if entry.dropped:
                 entry.leave()
         self._waiting = [waiting for waiting in self._waiting if not waiting[3].dropped]
