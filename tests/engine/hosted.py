@@ -148,8 +148,8 @@ class _Host:
         return await asyncio.gather(*(one(task) for task in tasks))
 
     async def stop(self, task: GenerationTask, after: int) -> tuple[int, int]:
-        """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang runs once the call has
-        ended). With 0 it is cancelled before it begins, with -1 once SGLang was asked."""
+        """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang has not answered once
+        the call has ended). With 0 it is cancelled before it begins, with -1 one turn of the loop later, and so on."""
         count = 0
         enough = asyncio.Event()
 
@@ -167,11 +167,8 @@ class _Host:
         work.cancel()
         await asyncio.wait({work})
         assert work.cancelled()
-        stopped = count
         engine: Any = self._engine
-        [load] = await engine._tm.get_loads()
-        assert count == stopped
-        return count, load.num_running_reqs + load.num_waiting_reqs
+        return count, len(engine._tm.rid_to_state)
 
     async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""
@@ -249,6 +246,14 @@ class _Host:
         except EngineDied as error:
             return reason, error
         raise AssertionError("the batch was answered by an engine that is dead")
+
+    async def die_generating(self, task: GenerationTask) -> None:
+        """SIGKILL the scheduler while it generates; raises what the task ends with."""
+        begun = asyncio.Event()
+        work = asyncio.create_task(self._engine.generate(task, lambda _: begun.set()))
+        await begun.wait()
+        _scheduler().kill()
+        await work
 
     async def close(self) -> Closed:
         began = time.monotonic()

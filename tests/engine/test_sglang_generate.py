@@ -1,17 +1,20 @@
 """Generation on the real engine: its tokens and log-probabilities are those of a direct computation."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Sampling
-from enginepool.workers.engine import EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
-from tests.engine.test_sglang_scores import declared
+from tests.engine.test_sglang_scores import declared, full_batch
+from tests.engine.test_sglang_weights import Given, Subject
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 VOCAB = 512
@@ -100,3 +103,219 @@ def test_greedy_tokens_and_logprobs_equal_a_direct_computation(generating: Hoste
             assert sequence.reason == "length"
             assert sequence.chunks == [1] * 24  # as they come, one for each step
             assert_greedy(reference, prompt, sequence)
+
+
+@pytest.mark.every_version
+def test_a_sequence_goes_on_from_its_tokens_as_if_it_had_not_stopped(generating: HostedEngine) -> None:
+    for prompt in PROMPTS:
+        whole = one(generating, task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=20))
+        for has in (1, 7, 19):
+            tokens = [*prompt, *whole.tokens[:has]]
+            rest = one(generating, task(tokens, logprobs=True, ignore_eos=True, max_new_tokens=20 - has))
+            assert rest.tokens == whole.tokens[has:]
+            np.testing.assert_allclose(rest.logprobs, whole.logprobs[has:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.every_version
+def test_many_at_once_do_not_touch_each_other(generating: HostedEngine, reference: Reference) -> None:
+    prompts = [[3 + i, 400 - i, *range(i, 2 * i)] for i in range(32)]
+    found = run(generating, *(task(prompt, ignore_eos=True, max_new_tokens=4 + i % 9) for i, prompt in enumerate(prompts)))
+    for prompt, [sequence] in zip(prompts, found, strict=True):
+        assert_greedy(reference, prompt, sequence)
+
+
+# --- where a sequence ends -------------------------------------------------------------------------------------------------
+
+
+def varied(engine: HostedEngine) -> tuple[list[int], list[int], int]:
+    """A prompt, the tokens that follow it, and a position whose token is not among those before."""
+    prompts = [[token, token + 1] for token in range(3, 203, 5)]
+    for prompt, [found] in zip(prompts, run(engine, *(task(one, ignore_eos=True) for one in prompts)), strict=True):
+        for at in range(5, len(found.tokens)):
+            if found.tokens[at] not in found.tokens[:at]:
+                return prompt, found.tokens, at
+    raise AssertionError("all sequences of this model repeat themselves")
+
+
+@pytest.mark.every_version
+def test_a_stop_token_ends_a_sequence_and_is_named(generating: HostedEngine) -> None:
+    prompt, tokens, at = varied(generating)
+    stopped = one(generating, task(prompt, stop_token_ids=[tokens[at], 3]))
+    assert (stopped.tokens, stopped.reason, stopped.matched) == (tokens[: at + 1], "stop", tokens[at])
+    cut = one(generating, task(prompt, max_new_tokens=at))
+    assert (cut.tokens, cut.reason, cut.matched) == (tokens[:at], "length", None)
+
+
+@pytest.mark.every_version
+def test_the_models_own_end_stops_a_sequence_unless_it_is_ignored(generating: HostedEngine, reference: Reference) -> None:
+    eos = reference.tokenizer.eos_token_id
+    bias = {str(eos): 1000.0}
+    ended = one(generating, task(logit_bias=bias, max_new_tokens=5))
+    assert (ended.tokens, ended.reason, ended.matched) == ([eos], "stop", eos)
+    going = one(generating, task(logit_bias=bias, max_new_tokens=5, ignore_eos=True))
+    assert (going.tokens, going.reason) == ([eos] * 5, "length")
+    least = one(generating, task(logit_bias=bias, max_new_tokens=8, min_new_tokens=4))
+    assert (len(least.tokens), least.tokens[-1], least.reason) == (5, eos, "stop")
+    assert eos not in least.tokens[:4]
+
+
+@pytest.mark.every_version
+def test_stop_strings_and_patterns_end_a_sequence_and_are_named(generating: HostedEngine, reference: Reference) -> None:
+    prompt, tokens, at = varied(generating)
+    text = reference.tokenizer.decode(tokens[at - 1 : at + 1])
+    stopped = one(generating, task(prompt, stop=["never", text]))
+    assert (stopped.reason, stopped.matched) == ("stop", text)
+    assert stopped.tokens == tokens[: len(stopped.tokens)] and text in reference.tokenizer.decode(stopped.tokens)
+    pattern = f"({re.escape(text)}|nothing)"
+    stopped = one(generating, task(prompt, stop_regex=[pattern]))
+    assert (stopped.reason, stopped.matched) == ("stop", pattern)
+    assert text in reference.tokenizer.decode(stopped.tokens)
+
+
+# --- how tokens are chosen -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.every_version
+def test_a_bias_decides_between_tokens(generating: HostedEngine) -> None:
+    found = one(generating, task(logit_bias={"77": 500.0, "78": -1e9}, max_new_tokens=3))
+    assert found.tokens == [77] * 3
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1e6},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"top_k": 1 << 40},
+        {"min_p": 0.2},
+        {"frequency_penalty": 1.5, "presence_penalty": -2.0},
+        {"repetition_penalty": 0.01},
+        {"sampling_seed": 5},
+        {"sampling_seed": (1 << 63) - 1, "min_p": 0.5},
+        {"logit_bias": {"5": 1e20, "6": -1e20}, "temperature": 1e-5},
+        {"min_new_tokens": 6, "stop_token_ids": [*range(256)]},
+    ],
+)
+def test_every_way_of_sampling_gives_tokens_with_their_logprobs(generating: HostedEngine, sampling: dict[str, Any]) -> None:
+    [sequences] = run(generating, task(n=2, logprobs=True, **({"temperature": 1.0, "max_new_tokens": 8} | sampling)))
+    for sequence in sequences:
+        assert 1 <= len(sequence.tokens) <= 8
+        assert len(sequence.logprobs) == len(sequence.tokens)
+        assert all(0 <= token < VOCAB for token in sequence.tokens)
+        assert all(logprob <= 0 for logprob in sequence.logprobs)
+
+
+@pytest.mark.every_version
+def test_a_json_schema_and_a_pattern_are_kept_to(generating: HostedEngine, reference: Reference) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}, "required": ["ok", "n"]}
+    decode = reference.tokenizer.decode
+    for temperature in (0.0, 1.0):
+        asked = task(json_schema=json.dumps(schema), max_new_tokens=60, temperature=temperature)
+        found = one(generating, asked)
+        assert found.reason == "stop"
+        answer = json.loads(decode(found.tokens, skip_special_tokens=True))
+        assert set(answer) == {"ok", "n"} and answer["n"] in (1, 22)
+        [sequences] = run(generating, task(n=2, regex="(ab|cd){3}x", max_new_tokens=40, temperature=temperature))
+        for sequence in sequences:
+            assert re.fullmatch("(ab|cd){3}x", decode(sequence.tokens, skip_special_tokens=True))
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompt": []}, "prompt: it has no tokens"),
+        ({"prompt": [VOCAB]}, "prompt: a token id is outside"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids: 512"),
+        ({"stop_regex": ["("]}, "unterminated subpattern"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"frequency_penalty": 3.0}, "frequency_penalty"),
+        ({"min_new_tokens": 13}, "min_new_tokens"),
+        ({"json_schema": '{"type": "nothing"}'}, ""),
+        ({"json_schema": "{"}, ""),
+        ({"regex": "(a"}, ""),
+        ({"ebnf": "root ::= nothing"}, ""),
+        ({"structural_tag": "{}"}, ""),
+        ({"regex": "a", "json_schema": "{}"}, ""),
+        ({"n": 65}, "n: 65"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line_and_the_engine_lives(
+    generating: HostedEngine, wrong: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(generating, task(**wrong))
+    assert len(one(generating, task(ignore_eos=True)).tokens) == 12
+
+
+# --- its end, and new weights ----------------------------------------------------------------------------------------------
+
+LONG = task(n=3, ignore_eos=True, max_new_tokens=2000)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("after", [0, -1, -2, -5, 1, 40])
+def test_a_cancelled_task_leaves_the_engine_and_new_weights_are_not_kept_waiting(
+    generating: HostedEngine, models: Models, tmp_path: Path, after: int
+) -> None:
+    emitted, left = generating.call("stop", LONG, after)
+    assert max(after, 0) <= emitted < 3 * 2000
+    assert left == 0
+    subject = Subject(generating, models.causal, tmp_path)
+    given = subject.drawn(1)
+    # SGLang's lock is free, and its scheduler idle.
+    subject.load_weights(given.weights, 1, given.digest)
+    own = Given(tmp_path, subject.own)
+    subject.load_weights(own.weights, 2, own.digest)
+
+
+@pytest.mark.every_version
+def test_after_new_weights_tokens_are_those_of_the_new_ones_and_nothing_of_the_old_is_reused(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject = Subject(generating, models.causal, tmp_path)
+    tasks = [task(prompt, logprobs=True, ignore_eos=True) for prompt in PROMPTS]
+    for version in (3, 4):
+        given = subject.drawn(version)
+        run(generating, *tasks)  # now their beginnings are in the cache
+        subject.load_weights(given.weights, version, given.digest)
+        with reference.holding(given.tensors):
+            for prompt, [sequence] in zip(PROMPTS, run(generating, *tasks), strict=True):
+                assert_greedy(reference, prompt, sequence)
+    own = Given(tmp_path, subject.own)
+    subject.load_weights(own.weights, 5, own.digest)
+    assert_greedy(reference, PROMPTS[0], one(generating, tasks[0]))
+
+
+def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
+    generating: HostedEngine, causal: HostedEngine
+) -> None:
+    [error] = generating.score(full_batch(declared(causal), 1, 1))
+    assert isinstance(error, EngineError) and str(error) == "score: this engine only generates"
+    assert refusal(causal, task()) == "generate: this engine runs score"
+
+
+def test_tasks_end_with_the_engine(models: Models) -> None:
+    engine = HostedEngine(str(models.causal), operations=("generate",)).wait_until_started()
+    with pytest.raises(EngineDied, match="killed by SIGKILL"):
+        engine.call("die_generating", LONG)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "operations", "said"),
+    [
+        ("reward", ("generate",), "operations: this model predicts no next token, so it cannot generate"),
+        ("causal", ("embed",), "operations: this model is for score, not for embed"),
+    ],
+)
+def test_an_operation_that_is_not_the_models_is_refused_by_name(
+    models: Models, model: str, operations: tuple[str, ...], said: str
+) -> None:
+    engine = HostedEngine(str(getattr(models, model)), operations=operations)
+    with pytest.raises(EngineDied, match=said):
+        engine.wait_until_started()
+    engine.end()

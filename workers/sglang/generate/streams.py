@@ -17,6 +17,8 @@ from enginepool.workers.sglang.host.settings import Running
 
 #: SGLang says this in place of a stop string.
 _NOT_FINITE = "NaN happened"
+#: characters of its reasons: those about grammars name all of the grammar
+_MOST_SAID = 300
 #: tokens of the first generation: a prefill, and decodes
 _WARM_TOKENS = 4
 
@@ -169,7 +171,8 @@ def _ending(reason: dict[str, Any] | None) -> tuple[str, int | str | None]:
     if reason["type"] == "length":
         return "length", None
     if reason["type"] != "stop":
-        raise EngineError(f"the engine aborted the sequence: {reason.get('message')}")
+        said = " ".join(str(reason.get("message")).split())
+        raise EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
     matched = reason.get("matched")
     if matched == _NOT_FINITE:
         raise EngineError("the engine computed NaN; `enginepool weights validate` looks for NaN and infinity in the weights")
