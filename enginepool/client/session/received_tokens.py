@@ -5,7 +5,7 @@ of the protocol: in the output of a sequence, and the tokens that the caller's r
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -164,17 +164,19 @@ class ReceivedTokens:
             whole.append(AnsweredSequence(sequence.start, sequence.tokens.tobytes(), chances, sequence.spans, rest.end))
         return parts, *write_generated(answer, whole, self._request.logprobs)
 
-    def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> Iterator[StreamPart]:
+    def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> list[StreamPart]:
         """The parts of a sequence that only the final answer has. They are appended to it."""
+        parts: list[StreamPart] = []
         first = rest.start
         for version, count in rest.spans:
             here = slice(4 * (first - rest.start), 4 * (first - rest.start + count))
             part = self.run(Run(id_, number, first, count, version), rest.tokens[here], rest.logprobs[here])
             first += count
             if part is not None:
-                yield part
+                parts.append(part)
         if (part := self.ended(id_, rest.end)) is not None:
-            yield part
+            parts.append(msgspec.structs.replace(parts.pop(), end=part.end) if parts else part)
+        return parts
 
 
 def _malformed(id_: int, what: str) -> WireError:
