@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
     from enginepool.client.embed import EmbedResult
     from enginepool.client.generations import Generation, Generations, TokenChunk
+    from enginepool.client.logprobs import LogprobsResult
     from enginepool.client.pool import Pool
     from enginepool.client.rerank import RerankResult
     from enginepool.client.score import ScoreResult
@@ -28,6 +29,7 @@ __all__ = [
     "EnginepoolError",
     "Generation",
     "Generations",
+    "LogprobsResult",
     "Pool",
     "RerankResult",
     "ScoreResult",
@@ -47,6 +49,7 @@ _MODULES = {
     "EnginepoolError": "errors",
     "Generation": "client.generations",
     "Generations": "client.generations",
+    "LogprobsResult": "client.logprobs",
     "Pool": "client.pool",
     "RerankResult": "client.rerank",
     "ScoreResult": "client.score",

@@ -158,7 +158,7 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
 
 def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
     asked = group.operations
-    need(len(set(asked)) == len(asked), f"{at}.operations", asked, "each of score, embed and generate once at most")
+    need(len(set(asked)) == len(asked), f"{at}.operations", asked, "each of score, embed, logprobs and generate once at most")
     if "generate" not in asked:
         return
     others = [name for name in asked if name != "generate"]

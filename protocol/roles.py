@@ -23,6 +23,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "hello": "client",
     "score": "client",
     "embed": "client",
+    "logprobs": "client",
     "generate": "client",
     "credit": "client",
     "cancel": "client",

@@ -69,6 +69,7 @@ class BlockingPool(StreamingFacade):
     rerank = blocking(Pool.rerank)
     generate = blocking(Pool.generate)
     stream = streaming(Pool.stream)
+    logprobs = blocking(Pool.logprobs)
     flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)

@@ -28,21 +28,26 @@ _MAX_TOKEN = MAX_TOKENS - 1
 _LARGE = 1 << 16
 
 
-def encode_shared(query: str | Ids, items: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]]) -> Payload:
-    """Frames of one query for all items."""
-    rows = _rows("items", items)
+def encode_shared(
+    query: str | Ids,
+    items: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]],
+    names: tuple[str, str] = ("query", "items"),
+) -> Payload:
+    """Frames of one query for all items. `names`: what the caller calls the two."""
+    name, of_rows = names
+    rows = _rows(of_rows, items)
     if isinstance(query, str):
-        head = utf8("query", query)
+        head = utf8(name, query)
         spec = FrameSpec("query", "utf8", (len(head),))
-        body = _encode("items", "items", rows, True, "the query is text")
+        body = _encode("items", of_rows, rows, True, f"the {name.removesuffix('s')} is text")
     else:
-        ids = _ids("query", query)
-        _no_negative("query", ids, None)
+        ids = _ids(name, query)
+        _no_negative(name, ids, None)
         head = ids.tobytes()
         spec = FrameSpec("query", "int32", (len(ids),))
-        body = _encode("items", "items", rows, False, "the query is token ids")
+        body = _encode("items", of_rows, rows, False, f"the {name.removesuffix('s')} is token ids")
     if not head:
-        _no_empty("items", body.lengths, "empty, and so is the query")
+        _no_empty(of_rows, body.lengths, f"empty, and so is the {name.removesuffix('s')}")
     return [spec, *body.specs()], (head, *body.frames())
 
 

@@ -14,6 +14,7 @@ from enginepool.client.arguments import (
 from enginepool.client.connection import Connection
 from enginepool.client.control import ControlCalls
 from enginepool.client.generate import GenerateCalls
+from enginepool.client.logprobs import LogprobsCalls
 from enginepool.client.notices import Notices
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RerankCalls, GenerateCalls, WeightCalls, ControlCalls):
+class Pool(RerankCalls, GenerateCalls, LogprobsCalls, WeightCalls, ControlCalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

@@ -14,6 +14,7 @@ from enginepool.protocol.messages.control import *
 from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.generate import *
 from enginepool.protocol.messages.link import *
+from enginepool.protocol.messages.logprobs import *
 from enginepool.protocol.messages.requests import *
 from enginepool.protocol.messages.status import *
 from enginepool.protocol.messages.tasks import *
@@ -21,10 +22,10 @@ from enginepool.protocol.messages.weight_reports import *
 from enginepool.protocol.messages.weights import *
 
 #: a request whose answer has a row for each of its rows
-RowRequest = Score | Embed
+RowRequest = Score | Embed | Logprobs
 
 FromClient = (
-    Hello | Score | Embed | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
+    Hello | Score | Embed | Logprobs | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
     | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | Ping | Pong
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The message that asks for embeddings."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -31,7 +32,6 @@ class Embed(Message, tag="embed"):
         """Numbers in its header that can be many: none."""
         return 0
 
-    @property
-    def columns(self) -> int:
+    def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""
         return self.dimensions

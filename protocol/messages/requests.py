@@ -1,5 +1,6 @@
 """Messages of requests: a client asks, cancels and acknowledges, and the coordinator answers."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -34,8 +35,7 @@ class Score(Message, tag="score"):
         """Numbers in its header that can be many."""
         return len(self.labels)
 
-    @property
-    def columns(self) -> int:
+    def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""
         return len(self.labels)
 

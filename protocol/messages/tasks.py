@@ -74,6 +74,7 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     operation: str = "score"
     dimensions: int = 0
     normalize: bool = True
+    columns: int = 0
 
 
 class Batch(Message, tag="batch"):

@@ -43,10 +43,10 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ('listen = "ipc://x"\nlisten_workers = "ipc://x"\n' + GOOD, "listen_workers = 'ipc://x': workers have an address of"),
         (GOOD + 'device = "gpu"', "groups.a.device = 'gpu': one of auto, cpu, cuda"),
         (GOOD + 'dtype = "float33"', "groups.a.dtype = 'float33': one of auto, bfloat16, float16, half, float32, float"),
-        (GOOD + 'operations = ["chat"]', "groups.a.operations[0] = 'chat': one of score, embed, generate"),
+        (GOOD + 'operations = ["chat"]', "groups.a.operations[0] = 'chat': one of score, embed, logprobs, generate"),
         (
             GOOD + 'operations = ["embed", "embed"]',
-            "groups.a.operations = ['embed', 'embed']: each of score, embed and generate once",
+            "groups.a.operations = ['embed', 'embed']: each of score, embed, logprobs and generate once",
         ),
         (GOOD + 'operations = ["generate", "score"]', "generate shares no engine with score yet"),
         (

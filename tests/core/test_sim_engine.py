@@ -180,7 +180,7 @@ def test_embeddings_are_cut_before_they_are_normalized_and_alike_however_they_ar
 
 
 def test_an_engine_runs_the_operations_that_it_says() -> None:
-    for options, operations in (({}, ("score",)), ({"embedding": 4}, ("score", "embed"))):
+    for options, operations in (({}, ("score", "logprobs")), ({"embedding": 4}, ("score", "logprobs", "embed"))):
         assert work(engine(**options).start(lambda _stage, _detail: None)).operations == operations
     only = engine(kind="embedding", embedding=4)
     assert work(only.start(lambda _stage, _detail: None)).operations == ("embed",)

@@ -388,6 +388,40 @@ def _embeddings() -> list[Invalid]:
     ]
 
 
+def _logprobs(
+    name: str,
+    about: str,
+    code: str,
+    field: str,
+    *,
+    stage: str,
+    model: str = "",
+    arrays: tuple[Array, ...] = SHARED,
+    **changes: Any,
+) -> Invalid:
+    header = {"type": "logprobs", "id": 1, "frames": _specs(*arrays), **changes}
+    return Invalid(name, "client-coordinator", about, code, field, stage, _hex(header, *arrays), model)
+
+
+def _responses() -> list[Invalid]:
+    """Requests for logprobs that are wrong."""
+    h, c, m, bad = "header", "content", "model", "bad_request"
+    words = (text("query", "ab"), text("items", "c"), lengths("item_lengths", 1))
+    unasked = (ids("query"), *SHARED[1:])
+    silent = (ids("query", 11), ids("items", 21), lengths("item_lengths", 1, 0))
+    one = (ids("query", 11), lengths("query_lengths", 1, 0), ids("items", 21, 22), lengths("item_lengths", 1, 1))
+    return [
+        _logprobs("logprobs-labels-string", "labels is an array", bad, "labels", stage=h, labels="5"),
+        _logprobs("logprobs-without-prompt", "rows have a prompt", "malformed", "frames", stage=c, arrays=SHARED[1:]),
+        _logprobs("logprobs-text", "joined text may have other tokens", bad, "items", stage=c, arrays=words),
+        _logprobs("logprobs-prompt-empty", "of all rows", bad, "query", stage=c, arrays=unasked),
+        _logprobs("logprobs-response-empty", "row 1", bad, "items[1]", stage=c, arrays=silent),
+        _logprobs("logprobs-own-prompt-empty", "row 1", bad, "query[1]", stage=c, arrays=one),
+        _logprobs("logprobs-label-negative", "a token id is at least 0", bad, "labels", stage=c, labels=[5, -1]),
+        _logprobs("logprobs-by-classifier", "it predicts no tokens", bad, "type", stage=m, model="classifier"),
+    ]
+
+
 def _content() -> list[Invalid]:
     """The values cannot be served by anything."""
     c, bad = "content", "bad_request"
@@ -778,6 +812,7 @@ INVALID = [
     *_content(),
     *_model(),
     *_embeddings(),
+    *_responses(),
     *GENERATIONS,
     *_link(),
     *_worker(),

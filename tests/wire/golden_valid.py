@@ -16,6 +16,8 @@ QUERY = ids("query", 11, 12, 13)
 ITEMS = ids("items", 21, 22, 23)
 ITEM_LENGTHS = lengths("item_lengths", 2, 1)
 EMBEDDINGS = floats("embeddings", (2, 2), 1.0, 0.0, 0.0, -1.0)
+LOGPROBS = floats("logprobs", (2, 2), -0.25, -1.5, -2.0, 0.0)
+LABELS = floats("labels", (2, 4), -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 0.0, 0.0)
 SCORES = floats("scores", (2, 2), 0.75, 0.25, 0.5, 0.5)
 
 CAUSAL: dict[str, Any] = {
@@ -52,6 +54,8 @@ _SCORE: dict[str, Any] = {
 
 
 _EMBED: dict[str, Any] = {"type": "embed", "id": 1, "frames": _specs(ITEMS, ITEM_LENGTHS)}
+_LOGPROBS: dict[str, Any] = {"type": "logprobs", "id": 1, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)}
+_PAIRS = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ITEMS, ITEM_LENGTHS)
 _EMBED_TEXT = (text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
 
 
@@ -140,6 +144,23 @@ def _from_client() -> list[Valid]:
                 "min_version": 4,
             },
             _EMBED_TEXT,
+        ),
+        Valid("logprobs", way, "two responses to one prompt", _LOGPROBS, (QUERY, ITEMS, ITEM_LENGTHS)),
+        Valid(
+            "logprobs-pairs-all-fields",
+            way,
+            "each response has its own prompt, and every field differs from its default",
+            {
+                "type": "logprobs",
+                "id": 2,
+                "frames": _specs(*_PAIRS),
+                "group": "policy",
+                "labels": [5, 6],
+                "priority": -1000,
+                "timeout_ms": 1,
+                "min_version": 4,
+            },
+            _PAIRS,
         ),
         _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
         _score(
@@ -285,6 +306,21 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(EMBEDDINGS),
             },
             (EMBEDDINGS,),
+        ),
+        Valid(
+            "result-logprobs",
+            way,
+            "the answer to `logprobs`, with labels",
+            {
+                "type": "result",
+                "id": 2,
+                "version": 3,
+                "forwards": [1],
+                "usage": [2, 6],
+                "timings": [150, 4200],
+                "frames": _specs(LOGPROBS, LABELS),
+            },
+            (LOGPROBS, LABELS),
         ),
         Valid(
             "result",
@@ -657,6 +693,17 @@ def _from_worker() -> list[Valid]:
             (EMBEDDINGS,),
         ),
         Valid(
+            "done-logprobs",
+            way,
+            "a batch of `logprobs` is finished: one part without labels, and one with two",
+            {
+                "type": "done",
+                "batch": [EPOCH, 8],
+                "parts": [{"frames": _specs(LOGPROBS)}, {"frames": _specs(LOGPROBS, LABELS)}],
+            },
+            (LOGPROBS, LOGPROBS, LABELS),
+        ),
+        Valid(
             "done-hidden",
             way,
             "a row of a reward model with its hidden state",
@@ -763,6 +810,20 @@ def _to_worker() -> list[Valid]:
                 ],
             },
             (*embed, *embed),
+        ),
+        Valid(
+            "batch-logprobs",
+            way,
+            "rows of two requests for logprobs; the longest response of the second one is in another batch",
+            {
+                "type": "batch",
+                "batch": [EPOCH, 8],
+                "parts": [
+                    {"frames": _specs(*one), "operation": "logprobs", "columns": 2},
+                    {"frames": _specs(*_PAIRS), "labels": [5, 6], "operation": "logprobs", "columns": 7},
+                ],
+            },
+            (*one, *_PAIRS),
         ),
         Valid(
             "batch-three-parts",

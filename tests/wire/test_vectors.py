@@ -15,7 +15,7 @@ from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.frames import check_frames, decode_header, encode_header
-from enginepool.protocol.messages import Batch, Capabilities, Done, Embed, FrameSpec, Message, Score
+from enginepool.protocol.messages import Batch, Capabilities, Done, Embed, FrameSpec, Logprobs, Message, Score
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.wire.golden import unpieced
 from tests.wire.make_vectors import PATH, document
@@ -133,7 +133,7 @@ def test_a_valid_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
         [a["name"], a["dtype"], a["shape"]] for a in arrays
     ]
     assert payload == [payload_of(array) for array in arrays]
-    if isinstance(message, Score | Embed):
+    if isinstance(message, Score | Embed | Logprobs):
         work = OPERATIONS[type(message)].open(message, payload)
         assert (work.rows, work.group) == (len(payload[-1]) // 4, message.group)
 

@@ -58,7 +58,8 @@ class SimEngine:
         self.flushes = 0
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
-        self._operations = {one.name: one for one in OPERATIONS if one.serves(o)}
+        served = (one for one in OPERATIONS if one.packs or not settings.packed)
+        self._operations = {one.name: one for one in served if one.serves(o)}
         sizes: dict[str, Any] = {}
         for operation in self._operations.values():
             sizes |= operation.sizes(o)

@@ -34,4 +34,4 @@ def charge_of(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
     if request.frames[0].dtype == "utf8":
         query = 0 if len(frames) == 2 else len(frames[0]) * (rows if len(frames) == 3 else 1)
         text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
-    return payload + text + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * request.columns)
+    return payload + text + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * request.columns(frames))

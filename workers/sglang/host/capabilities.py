@@ -46,6 +46,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
     bounds = budgets(settings, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     operations = [one for one in OPERATIONS if one.serves(tm.is_generation, architectures[0])]
+    operations = [one for one in operations if one.packs or not settings.packed]
     names = tuple(operation.name for operation in operations)
     if missing := [one for one in settings.operations if one not in names]:
         raise SettingsError(f"operations: this model is for {', '.join(names)}, not for {missing[0]}")

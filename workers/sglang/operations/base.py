@@ -35,6 +35,8 @@ class RowOperation(Protocol):
     kind: Kind
     #: whether a part may ask for the pooled hidden states of its rows
     has_hidden: bool = False
+    #: whether packed workers have it, which join rows of one query into a sequence
+    packs: bool = True
 
     def serves(self, generates: bool, architecture: str) -> bool:
         """Whether it is for a model of this architecture. `generates`: the model predicts a next token."""

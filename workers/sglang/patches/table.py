@@ -136,6 +136,7 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("generate/streams.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
+    *_private("operations/logprobs.py", REQUESTS, ("GenerateReqInput", "called", "log-probabilities of responses")),
     *_private(
         "operations/base.py", REQUESTS,
         ("EmbeddingReqInput", "called", "outputs of a head"),

@@ -39,7 +39,8 @@ def hidden_rows(rows: Sequence[Any]) -> Floats:
 def unless_not_finite(part: RowPart, outputs: Outputs) -> Outputs | EngineError:
     """`outputs`, or the error that they are: NaN or infinity is no answer. The logarithm of 0 is −infinity."""
     for name, values in outputs.items():
-        wrong = ~(values < np.inf) if part.asked.logprobs else ~np.isfinite(values)
+        logarithms = part.asked.logprobs or part.asked.operation == "logprobs"
+        wrong = ~(values < np.inf) if logarithms else ~np.isfinite(values)
         rows = wrong.any(axis=1)
         if rows.any():
             return EngineError(

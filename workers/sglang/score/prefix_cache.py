@@ -70,7 +70,8 @@ class CachedQueries:
         row = 0
         for part in parts:
             end = row + part.item_lengths.size
-            if self.shared(part) and min(found[row:end]) < part.query.size // self._page * self._page:
+            # Of a query that is followed by a response, SGLang computes the last token again.
+            if self.shared(part) and min(found[row:end]) < (part.query.size - 1) // self._page * self._page:
                 self.missed += 1
                 self._tokens -= self._known.pop(part.query.tobytes(), 0)
             row = end

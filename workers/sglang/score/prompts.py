@@ -5,7 +5,7 @@ of which then begins with what is cached (`prefix_cache.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -24,6 +24,7 @@ class Prompts:
     """What SGLang is sent for a batch.
 
     ids: token ids of each prompt. labels: of each prompt, those of its rows, each once.
+    responses: where in each prompt its item begins; [] where that is not known: of sequences, and of queries alone.
     runs: (part, first row, end) in order, of the rows of all prompts; packed, of each prompt.
     delimiters: packed, where in each prompt the delimiters stand, one more than it has rows; None where a prompt is a row.
     """
@@ -32,6 +33,7 @@ class Prompts:
     labels: list[list[int]]
     runs: list[Runs]
     delimiters: list[list[int]] | None = None
+    responses: list[int] = field(default_factory=list[int])
 
     @property
     def packed(self) -> bool:
@@ -61,14 +63,16 @@ def plain_prompts(parts: Sequence[RowPart]) -> Prompts:
     """A prompt for each row."""
     ids: list[list[int]] = []
     labels: list[list[int]] = []
+    responses: list[int] = []
     runs: Runs = []
     for i, part in enumerate(parts):
         rows = part.prompts()
         ids += rows
         # Each label once: SGLang 0.5.23 refuses duplicates.
         labels += repeat(list(dict.fromkeys(part.asked.labels)), len(rows))
+        responses += [length - item for length, item in zip(part.lengths, part.item_lengths.tolist(), strict=True)]
         runs.append((i, 0, len(rows)))
-    return Prompts(ids, labels, [runs])
+    return Prompts(ids, labels, [runs], responses=responses)
 
 
 def packed_prompts(parts: Sequence[RowPart], context: int, delimiter: int) -> Prompts:

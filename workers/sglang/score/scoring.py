@@ -46,8 +46,9 @@ class EngineScoring:
         self._requests = requests
         self._entries = entries
         self.capabilities = capabilities
-        #: by name, those that this model has
-        self.operations = {one.name: one for one in OPERATIONS if one.kind == capabilities.kind}
+        #: by name, those that this engine has
+        served = (one for one in OPERATIONS if one.kind == capabilities.kind)
+        self.operations = {one.name: one for one in served if one.name in capabilities.operations}
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = -1 if running.settings.get("schedule_low_priority_values_first") else 1
         # Half of the engine's memory: what batches leave behind is kept there too, and what they need is taken from it.

@@ -1,0 +1,140 @@
+"""`Pool.logprobs`: the call, its arguments in Python's names, and its result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Unpack, cast
+
+import numpy as np
+
+from enginepool.client.arguments import Ids, bad, check_options
+from enginepool.client.payload import Payload, check_labels, encode_pairs, encode_shared
+from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
+from enginepool.client.row_calls import RowCalls, RowOptions
+from enginepool.errors import Malformed
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Logprobs, Result
+
+#: What the wire calls the arguments of `logprobs`.
+_NAMES: Final = {"query": "prompts", "items": "responses", "labels": "label_token_ids", "timeout_ms": "timeout"}
+
+
+class LogprobsOptions(RowOptions, total=False):
+    """The options of `Pool.logprobs`, which says what each one does."""
+
+    label_token_ids: Ids | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobsResult:
+    """The answer of `Pool.logprobs`.
+
+    Attributes:
+        logprobs: for each response, float32 [tokens]: the natural logarithm of the probability of each of its tokens.
+        labels: for each response, float32 [tokens, labels]: that of each label in the place of that token, in the order asked;
+            None where no labels were asked for.
+        version: version of the weights that computed every row.
+        forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:
+            1 is whole.
+        timings: time in the queue and in the engine.
+        usage: rows and tokens.
+    """
+
+    logprobs: tuple[Floats, ...]
+    labels: tuple[Floats, ...] | None
+    version: int
+    forwards: tuple[int, ...]
+    timings: RequestTimings
+    usage: RequestUsage
+
+
+class LogprobsCalls(RowCalls):
+    """The calls of a pool for log-probabilities of responses."""
+
+    async def logprobs(
+        self, prompts: Sequence[Ids] | Ids, responses: Sequence[Ids], **options: Unpack[LogprobsOptions]
+    ) -> LogprobsResult:
+        """The log-probability of each token of each response, given its prompt and the tokens of the response before it.
+
+        A CausalLM reads prompt and response in one prefill; nothing is generated. Responses of one call run as one forward pass
+        if they fit one batch of a worker, else as few whole batches. Probabilities are those of the model: under all tokens, at
+        temperature 1.
+
+        Args:
+            prompts: token ids of each prompt, one for each response; or of one prompt for all responses. None is empty.
+            responses: token ids of each response (also a two-dimensional array: a row each). None is empty.
+            label_token_ids: tokens whose log-probabilities are wanted in the place of each token of a response as well, at most
+                4096. Default: None.
+            group: may be left out where the pool has one group.
+            priority, timeout, retry_busy, min_version: as in `score`.
+
+        Returns:
+            logprobs, an array float32 [tokens] for each response, and what it took; see `LogprobsResult`.
+
+        Raises:
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `type`: the model does not predict
+                tokens, or the group's workers are packed.
+            EnginepoolError: as in `score`.
+
+        Cancelling the task that awaits it takes the request back.
+        """
+        check_options("logprobs", options, LogprobsOptions)
+        labels = check_labels(options.get("label_token_ids"))
+        specs, frames = _encode(prompts, responses)
+        request = Logprobs(id=0, frames=specs, labels=labels)
+        lengths = np.frombuffer(frames[-1], np.uint32)
+        return _read(*await self._submit(request, frames, _NAMES, options), lengths, len(labels))
+
+
+def _encode(prompts: Any, responses: Any) -> Payload:
+    """The frames of token ids of which no prompt and no response is empty.
+
+    Raises:
+        BadRequest: they are something else; `field` names the argument.
+    """
+    one = _is_one(prompts)
+    specs, frames = encode_shared(prompts, responses, ("prompts", "responses")) if one else encode_pairs(prompts, responses)
+    if specs[0].dtype == "utf8":
+        raise bad(
+            "prompts",
+            "prompts: text; tokenize prompts and responses each for itself, because joined text may have other tokens",
+        )
+    if one and not frames[0]:
+        raise bad("prompts", "prompts: empty; a prompt has at least one token", "1")
+    for name, lengths in (("responses", frames[-1]), *([] if one else [("prompts", frames[1])])):
+        sizes = np.frombuffer(lengths, np.uint32)
+        if not sizes.all():
+            where = f"{name}[{int((sizes == 0).argmax())}]"
+            raise bad(where, f"{where}: empty; it needs at least one token", "1")
+    return specs, frames
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt, and not one for each response."""
+    if isinstance(prompts, str):
+        return True
+    if (sides := getattr(prompts, "ndim", None)) is not None:
+        return sides == 1
+    first = next(iter(cast("Sequence[object]", prompts)), None) if isinstance(prompts, Sequence) else None
+    return isinstance(first, int | np.integer)
+
+
+def _read(result: Result, frames: Sequence[Buffer], lengths: Any, labels: int) -> LogprobsResult:
+    """The result in an answer whose frames are of the announced lengths; the arrays are the caller's to change.
+
+    Raises:
+        Malformed: there are no log-probabilities, or not as many as responses have tokens.
+    """
+    sizes: list[int] = lengths.tolist()
+    rows = _rows(result, frames, "logprobs", sizes, max(sizes))
+    if not labels:
+        return LogprobsResult(rows, None, *figures(result))
+    places = _rows(result, frames, "labels", [size * labels for size in sizes], max(sizes) * labels)
+    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result))
+
+
+def _rows(result: Result, frames: Sequence[Buffer], name: str, sizes: Sequence[int], columns: int) -> tuple[Floats, ...]:
+    """The rows of a frame, each cut to its size."""
+    found = float_frame(result, frames, name)
+    if found is None or found.shape != (len(sizes), columns):
+        raise Malformed(f"the answer holds no {name} float32 [{len(sizes)}, {columns}]", field=name)
+    return tuple(row[:size] for row, size in zip(found, sizes, strict=True))

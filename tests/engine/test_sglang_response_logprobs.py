@@ -1,0 +1,138 @@
+"""Log-probabilities of responses by the real engine equal the log_softmax of `transformers`, in whole batches."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.cli.tiny_model_files import make_tiny_model
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
+from tests.engine.hosted import HostedEngine
+from tests.engine.language_models import LanguageModel
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16], [5, 6]]
+RESPONSES = [[21], [22, 23, 24, 25, 26, 27, 28], [29, 30], [31, 5, 6, 31]]
+LABELS = [40, 7, 299]
+
+
+def part(prompts: list[list[int]] | list[int], responses: list[list[int]], labels: list[int] | None = None) -> RowPart:
+    asked = Part([], labels=labels or [], operation="logprobs", columns=max(map(len, responses)))
+    items = np.array([token for row in responses for token in row], np.int32)
+    lengths = np.array([len(row) for row in responses], np.uint32)
+    shared = isinstance(prompts[0], int)
+    rows = [prompts] if shared else prompts
+    query = np.array([token for row in rows for token in row], np.int32)  # pyright: ignore[reportGeneralTypeIssues]
+    heads = None if shared else np.array([len(row) for row in rows], np.uint32)  # pyright: ignore[reportArgumentType]
+    return RowPart(query, items, lengths, heads, asked)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, seed=5)
+    return LanguageModel(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(model: LanguageModel) -> Iterator[HostedEngine]:
+    engine = HostedEngine(str(model.folder), **BUDGETS).wait_until_started()
+    yield engine
+    engine.end()
+
+
+def run(engine: HostedEngine, *parts: RowPart) -> BatchOutcome:
+    [outcome] = engine.score(RowBatch(parts, operation="logprobs"))
+    assert isinstance(outcome, BatchOutcome), outcome
+    return outcome
+
+
+def check(model: LanguageModel, asked: RowPart, found: Any) -> None:
+    assert isinstance(found, dict), found
+    labels = list(asked.asked.labels)
+    assert set(found) == ({"logprobs", "labels"} if labels else {"logprobs"})
+    for i, (row, size) in enumerate(zip(asked.prompts(), asked.item_lengths.tolist(), strict=True)):
+        want = model.logprobs(row)[-size - 1 : -1]
+        np.testing.assert_allclose(found["logprobs"][i, :size], want[range(size), row[-size:]], rtol=1e-4, atol=1e-5)
+        assert not found["logprobs"][i, size:].any()
+        if labels:
+            values = found["labels"][i].reshape(-1, len(labels))
+            np.testing.assert_allclose(values[:size], want[:, labels], rtol=1e-4, atol=1e-5)
+            assert not values[size:].any()
+
+
+def test_a_causal_engine_that_scores_gives_logprobs_too(engine: HostedEngine) -> None:
+    assert engine.capabilities is not None and engine.capabilities.operations == ("score", "logprobs")
+
+
+def test_logprobs_equal_those_of_transformers_in_one_forward(engine: HostedEngine, model: LanguageModel) -> None:
+    parts = [part(PROMPTS, RESPONSES), part([3, 4, 5], RESPONSES), part([[7]], [[8]]), part(PROMPTS[2:], RESPONSES[:2])]
+    outcome = run(engine, *parts)
+    assert outcome.forwards == 1
+    for asked, found in zip(parts, outcome.parts, strict=True):
+        check(model, asked, found)
+
+
+def test_labels_are_answered_at_every_token_also_where_others_ask_for_none(engine: HostedEngine, model: LanguageModel) -> None:
+    parts = [part(PROMPTS, RESPONSES), part([3, 4, 5], RESPONSES, LABELS), part([[7]], [[8]], [8]), part(PROMPTS, RESPONSES)]
+    outcome = run(engine, *parts)
+    assert outcome.forwards == 1
+    for asked, found in zip(parts, outcome.parts, strict=True):
+        check(model, asked, found)
+
+
+def test_batches_of_logprobs_and_of_scores_that_meet_in_the_engine_are_right(
+    engine: HostedEngine, model: LanguageModel
+) -> None:
+    rows = np.arange(60, dtype=np.int32)
+    scored = RowPart(rows[:5], rows, np.full(12, 5, np.uint32), asked=Part([], labels=[1, 2], softmax=True))
+    parts = [part(PROMPTS, RESPONSES), part(PROMPTS, RESPONSES, LABELS)]
+    batches = [RowBatch((scored,)), RowBatch((parts[0],), operation="logprobs"), RowBatch((parts[1],), operation="logprobs")]
+    [alone] = engine.score(RowBatch((scored,)))
+    assert isinstance(alone, BatchOutcome) and isinstance(alone.parts[0], dict)
+    outcomes = engine.score(*(batches * 4), at_once=4)
+    for i, outcome in enumerate(outcomes):
+        assert isinstance(outcome, BatchOutcome) and outcome.forwards == 1, outcome
+        [found] = outcome.parts
+        if i % 3:
+            check(model, parts[i % 3 - 1], found)
+        else:
+            assert isinstance(found, dict)
+            np.testing.assert_allclose(found["scores"], alone.parts[0]["scores"], rtol=1e-4)
+
+
+def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, model: LanguageModel) -> None:
+    good = part(PROMPTS, RESPONSES)
+    wrong = [
+        replace(good, asked=Part([], operation="logprobs", columns=6)),
+        replace(part([3], RESPONSES), query=np.empty(0, np.int32)),
+        part(PROMPTS, RESPONSES, [512]),
+    ]
+    outcome = run(engine, *wrong, good)
+    assert [str(one) for one in outcome.parts[:3]] == [
+        "a response has 7 tokens; 1 to columns = 6",
+        "a row has no prompt before its response",
+        "a label is outside 0..511",
+    ]
+    assert all(isinstance(one, EngineError) for one in outcome.parts[:3])
+    check(model, good, outcome.parts[3])
+
+
+def test_a_prompt_that_is_cached_gives_the_same_logprobs(model: LanguageModel) -> None:
+    options: dict[str, Any] = {"cached_query_tokens": 16}
+    engine = HostedEngine(str(model.folder), **options, **BUDGETS).wait_until_started()
+    try:
+        prompt = [int(token) for token in np.random.default_rng(1).integers(0, 300, 40)]
+        asked = part(prompt, RESPONSES)
+        for again in range(3):
+            outcome = run(engine, asked)
+            check(model, asked, outcome.parts[0])
+            assert outcome.forwards == 1
+            assert outcome.cached >= 4 * 39, f"time {again}: the prompt is computed once, but for its last token"
+    finally:
+        engine.end()
