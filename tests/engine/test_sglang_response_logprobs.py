@@ -70,6 +70,7 @@ def test_a_causal_engine_that_scores_gives_logprobs_too(engine: HostedEngine) ->
     assert engine.capabilities is not None and engine.capabilities.operations == ("score", "logprobs")
 
 
+@pytest.mark.every_version
 def test_logprobs_equal_those_of_transformers_in_one_forward(engine: HostedEngine, model: LanguageModel) -> None:
     parts = [part(PROMPTS, RESPONSES), part([3, 4, 5], RESPONSES), part([[7]], [[8]]), part(PROMPTS[2:], RESPONSES[:2])]
     outcome = run(engine, *parts)
@@ -78,6 +79,7 @@ def test_logprobs_equal_those_of_transformers_in_one_forward(engine: HostedEngin
         check(model, asked, found)
 
 
+@pytest.mark.every_version
 def test_labels_are_answered_at_every_token_also_where_others_ask_for_none(engine: HostedEngine, model: LanguageModel) -> None:
     parts = [part(PROMPTS, RESPONSES), part([3, 4, 5], RESPONSES, LABELS), part([[7]], [[8]], [8]), part(PROMPTS, RESPONSES)]
     outcome = run(engine, *parts)
@@ -86,6 +88,7 @@ def test_labels_are_answered_at_every_token_also_where_others_ask_for_none(engin
         check(model, asked, found)
 
 
+@pytest.mark.every_version
 def test_batches_of_logprobs_and_of_scores_that_meet_in_the_engine_are_right(
     engine: HostedEngine, model: LanguageModel
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, model: LanguageM
     check(model, good, outcome.parts[3])
 
 
+@pytest.mark.every_version
 def test_a_prompt_that_is_cached_gives_the_same_logprobs(model: LanguageModel) -> None:
     options: dict[str, Any] = {"cached_query_tokens": 16}
     engine = HostedEngine(str(model.folder), **options, **BUDGETS).wait_until_started()

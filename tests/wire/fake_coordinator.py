@@ -18,6 +18,7 @@ from enginepool.protocol.messages import (
     FromClient,
     GroupStatus,
     Hello,
+    Logprobs,
     Message,
     Ping,
     Pong,
@@ -69,6 +70,9 @@ class FakeCoordinator:
         self.heard: queue.Queue[FromClient] = queue.Queue()
         self.scores: list[Score] = []
         self.embeds: list[Embed] = []
+        self.logprobs: list[Logprobs] = []
+        #: log-probabilities have a column too few
+        self.short_rows = False
         #: ids to embed are below it; None: any are taken
         self.vocab: int | None = None
         self.payloads: list[list[bytes]] = []
@@ -154,6 +158,19 @@ class FakeCoordinator:
             specs = [FrameSpec("embeddings", "float32", embeddings.shape)]
             result = Result(message.id, 2, [1], Usage(rows, len(payload[0])), Timings(1500, 2_000_000), specs)
             self._send(link, result, [embeddings.tobytes()])
+        elif isinstance(message, Logprobs):
+            self.logprobs.append(message)
+            self.payloads.append(payload)
+            if self.vocab is not None:
+                text = f"items[0][1]: token id 9 is outside the vocabulary of {self.vocab}"
+                self._send(link, ErrorReply("bad_request", text, message.id, field="items[0][1]", limit=str(self.vocab)))
+                return
+            rows, longest = len(payload[-1]) // 4, int(np.frombuffer(payload[-1], np.uint32).max()) - self.short_rows
+            sizes = [("logprobs", longest)] + ([("labels", longest * len(message.labels))] if message.labels else [])
+            values = [-np.arange(rows * size, dtype=np.float32).reshape(rows, size) for _, size in sizes]
+            specs = [FrameSpec(name, "float32", (rows, size)) for name, size in sizes]
+            result = Result(message.id, 2, [1], Usage(rows, len(payload[0])), Timings(1500, 2_000_000), specs)
+            self._send(link, result, [one.tobytes() for one in values])
         elif isinstance(message, Score):
             self.scores.append(message)
             self.payloads.append(payload)
