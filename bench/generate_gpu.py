@@ -32,7 +32,12 @@ from enginepool.config_loader import encode_config
 
 POOL, SERVER, BARE = "enginepool", "SGLang server", "Engine.async_generate alone"
 #: An engine of each contestant fits into the memory of one GPU.
-OPTIONS: dict[str, Any] = {"mem_fraction_static": 0.25, "max_running_requests": 512}
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "flashinfer",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.25,
+    "max_running_requests": 512,
+}
 PATIENCE_S = 60.0
 TARGETS = [
     Target("256 streams", SERVER, 1.5, at_most=False),
@@ -50,9 +55,14 @@ class Running:
     ready: Callable[[], object]
 
 
+def options_of(device: Device) -> dict[str, Any]:
+    """Engine settings of every contestant."""
+    return OPTIONS if device == "cuda" else {}
+
+
 def settings_of(model: Path, device: Device, scratch: Path) -> dict[str, Any]:
     """What a worker that generates starts its engine with, by SGLang's names."""
-    wanted = {"model": str(model), "device": device, "options": OPTIONS, "operations": ["generate"]}
+    wanted = {"model": str(model), "device": device, "options": options_of(device), "operations": ["generate"]}
     child = Child(["-m", "bench.peers.engine_settings", msgspec.json.encode(wanted).decode()], scratch=scratch)
     try:
         return child.hear(60.0)
@@ -62,7 +72,7 @@ def settings_of(model: Path, device: Device, scratch: Path) -> dict[str, Any]:
 
 def start_pool(model: Path, device: Device, loads: int, scratch: Path, stack: ExitStack) -> Running:
     listen = f"tcp://127.0.0.1:{free_port()}"
-    group = GroupConfig(model=str(model), device=device, options=OPTIONS, operations=["generate"])
+    group = GroupConfig(model=str(model), device=device, options=options_of(device), operations=["generate"])
     config = PoolConfig(groups={"g": group}, listen=listen, insecure_loopback=True, state_dir=str(scratch / "state"))
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
     daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=scratch, env=env, speaks=False)
@@ -89,7 +99,7 @@ def start_server(model: Path, device: Device, loads: int, scratch: Path, stack: 
 
 
 def start_bare(model: Path, device: Device, loads: int, scratch: Path, stack: ExitStack) -> Running:
-    wanted = {"model": str(model), "device": device, "options": OPTIONS, "operations": ["generate"]}
+    wanted = {"model": str(model), "device": device, "options": options_of(device), "operations": ["generate"]}
     child = Child(["-m", "bench.peers.bare_generation", msgspec.json.encode(wanted).decode()], scratch=scratch)
     watch(stack, child, None)
     return Running(BARE, [child], partial(hear_all, [child], child))
