@@ -9,7 +9,7 @@ import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.messages import Part
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, Outputs, RowBatch, RowPart
 from tests.engine.hosted import HostedEngine
 from tests.engine.language_models import LanguageModel
 
@@ -22,14 +22,13 @@ LABELS = [40, 7, 299]
 
 
 def part(prompts: list[list[int]] | list[int], responses: list[list[int]], labels: list[int] | None = None) -> RowPart:
+    """Prompts of their own, or one for all responses."""
     asked = Part([], labels=labels or [], operation="logprobs", columns=max(map(len, responses)))
     items = np.array([token for row in responses for token in row], np.int32)
-    lengths = np.array([len(row) for row in responses], np.uint32)
-    shared = isinstance(prompts[0], int)
-    rows = [prompts] if shared else prompts
-    query = np.array([token for row in rows for token in row], np.int32)  # pyright: ignore[reportGeneralTypeIssues]
-    heads = None if shared else np.array([len(row) for row in rows], np.uint32)  # pyright: ignore[reportArgumentType]
-    return RowPart(query, items, lengths, heads, asked)
+    rows = [one if isinstance(one, list) else [one] for one in prompts]
+    query = np.array([token for row in rows for token in row], np.int32)
+    heads = np.array([len(row) for row in rows], np.uint32) if isinstance(prompts[0], list) else None
+    return RowPart(query, items, np.array([len(row) for row in responses], np.uint32), heads, asked)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def run(engine: HostedEngine, *parts: RowPart) -> BatchOutcome:
     return outcome
 
 
-def check(model: LanguageModel, asked: RowPart, found: Any) -> None:
+def check(model: LanguageModel, asked: RowPart, found: Outputs | EngineError) -> None:
     assert isinstance(found, dict), found
     labels = list(asked.asked.labels)
     assert set(found) == ({"logprobs", "labels"} if labels else {"logprobs"})

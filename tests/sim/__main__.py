@@ -24,7 +24,9 @@ def main() -> int:
     )
     parser.add_argument("--crowded", action="store_true", help="clients ask for more than the queue holds")
     parser.add_argument("--starved", action="store_true", help="engines run out of memory")
-    parser.add_argument("--embedding", action="store_true", help="workers embed as well, and some calls ask for that")
+    parser.add_argument(
+        "--embedding", action="store_true", help="workers embed and give log-probabilities as well, and some calls ask for that"
+    )
     parser.add_argument("--commanding", action="store_true", help="callers flush groups")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")

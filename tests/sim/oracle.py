@@ -79,8 +79,8 @@ class Oracle:
         self.open.pop(call.uid, None)
         self.counts[call.outcome] = self.counts.get(call.outcome, 0) + 1
         if isinstance(effect, Answer):
-            if call.names == ["embeddings"]:
-                self.counts["embeddings"] = self.counts.get("embeddings", 0) + 1
+            if call.names[0] != "scores":
+                self.counts[call.names[0]] = self.counts.get(call.names[0], 0) + 1
             assert isinstance(effect.message, Result)
             self._right(call, effect.message, [bytes(frame) for frame in effect.frames])
         else:

@@ -184,12 +184,13 @@ class Plan:
         self.unstaged = random.choice((0.0, 0.5, 0.9))
 
     def _embed(self, random: Random) -> None:
-        """Let plain workers embed as well as score, and calls ask for either."""
+        """Let plain workers embed and give log-probabilities as well as score, and calls ask for any of them."""
         self.embed = random.choice((0.2, 0.5, 0.9))
         for name, can in self.capabilities.items():
             if can.separator is None and name not in self.packed:
                 size = random.choice((2, 6, 40))
-                self.capabilities[name] = msgspec.structs.replace(can, operations=("score", "embed"), embedding=size)
+                operations = ("score", "embed", "logprobs") if can.kind == "causal" else ("score", "embed")
+                self.capabilities[name] = msgspec.structs.replace(can, operations=operations, embedding=size)
 
     def _command(self, random: Random) -> None:
         """Let callers flush groups, often enough that a client asks again before all workers have answered."""

@@ -5,10 +5,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Embed, Part, Score
+from enginepool.protocol.messages import Embed, Logprobs, Part, Score
 
-#: columns of hidden states, and of embeddings, start here
-HIDDEN, EMBEDDING = 1 << 20, 1 << 21
+#: columns of hidden states, of embeddings and of log-probabilities start here
+HIDDEN, EMBEDDING, LOGPROBS = 1 << 20, 1 << 21, 1 << 22
 
 
 def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> bytes:
@@ -20,10 +20,12 @@ def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> b
     return array("f", values).tobytes()
 
 
-def salt_of(content: int, asked: Score | Embed | Part) -> int:
+def salt_of(content: int, asked: Score | Embed | Logprobs | Part) -> int:
     """`content`: the number of the weights; `asked` says in which form scores, or embeddings, are wanted."""
     if isinstance(asked, Embed) or (isinstance(asked, Part) and asked.operation == "embed"):
         return 4 * content + asked.normalize
+    if isinstance(asked, Logprobs):
+        return 4 * content
     return 4 * content + 2 * asked.logprobs + asked.softmax
 
 

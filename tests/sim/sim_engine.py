@@ -24,7 +24,7 @@ from enginepool.workers.events import (
     WorkerEvent,
 )
 from tests.sim.oracle import Oracle
-from tests.sim.scores import EMBEDDING, HIDDEN, prompts_of, rows_of, salt_of, score_rows
+from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
 from tests.sim.sim_stager import Stager, content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
@@ -220,6 +220,8 @@ class SimEngine:
             columns, name = part.labels or range(can.labels), "scores"
             if part.operation == "embed":
                 columns, name = range(EMBEDDING, EMBEDDING + (part.dimensions or can.embedding)), "embeddings"
+            elif part.operation == "logprobs":
+                columns, name = range(LOGPROBS, LOGPROBS + part.columns), "logprobs"
             salt = salt_of(content_of(self.digest, self.base), part)
             specs = [FrameSpec(name, "float32", (len(rows), len(columns)))]
             out.append(score_rows(rows, columns, salt))

@@ -24,7 +24,7 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
-from tests.sim.traffic import CALLS, Call, Mix, embed_instead, make_call, widen
+from tests.sim.traffic import CALLS, Call, Mix, embed_instead, logprobs_instead, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -196,7 +196,9 @@ class Simulation:
             make_call(random, call, name, plan.capabilities[name], plan.mix, len(names) > 1 or random.random() < 0.5)
             if plan.wide:
                 widen(Random(uid), call, plan.capabilities[name], plan.wide)
-            if plan.embed:
+            if plan.embed and uid % 4 == 3:
+                logprobs_instead(call, plan.capabilities[name])
+            elif plan.embed:
                 embed_instead(Random(uid), call, plan.capabilities[name], plan.embed)
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)

@@ -21,7 +21,7 @@ from enginepool.coordinator.fleet.fan_out import FanOut, OpenQuestion
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
-from enginepool.coordinator.operations import embed, score
+from enginepool.coordinator.operations import embed, logprobs, score
 from enginepool.coordinator.operations.control import Commands
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
@@ -340,6 +340,10 @@ def embeddings_share_batches_with_scores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(embed, "_SIGNATURE", 0)
 
 
+def logprobs_share_batches_with_scores(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(logprobs, "_SIGNATURE", 0)
+
+
 def normalizing_is_forgotten_where_rows_are_cut(patch: pytest.MonkeyPatch) -> None:
     def replace(part: Any, **changes: Any) -> Any:
         return real(part, **changes, normalize=True) if isinstance(part, Part) else real(part, **changes)
@@ -350,7 +354,11 @@ def normalizing_is_forgotten_where_rows_are_cut(patch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "mutate",
-    [embeddings_share_batches_with_scores, normalizing_is_forgotten_where_rows_are_cut],
+    [
+        embeddings_share_batches_with_scores,
+        logprobs_share_batches_with_scores,
+        normalizing_is_forgotten_where_rows_are_cut,
+    ],
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_operations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:

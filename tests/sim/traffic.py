@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from enginepool.protocol.messages import Capabilities, Embed, FrameSpec, Score
-from tests.sim.scores import EMBEDDING, HIDDEN, rows_of, salt_of, score_rows
+from enginepool.protocol.messages import Capabilities, Embed, FrameSpec, Logprobs, Part, Score
+from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
 
 #: a byte of text is the token of its value plus this
 TEXT_OFFSET = 3
@@ -39,7 +39,7 @@ class Call:
         self.client = client
         self.arrival = arrival
         self.id = 0
-        #: the request: `Score`, or `Embed`
+        #: the request: `Score`, `Embed` or `Logprobs`
         self.score: Any = Score(0, [])
         self.frames: Sequence[bytes] = ()
         #: each row as the engine sees it
@@ -73,6 +73,8 @@ class Call:
         """Of the frames of its answer."""
         if isinstance(self.score, Embed):
             return ["embeddings"]
+        if isinstance(self.score, Logprobs):
+            return ["logprobs"]
         return ["scores", "hidden"] if self.hidden else ["scores"]
 
     def __repr__(self) -> str:
@@ -182,6 +184,18 @@ def embed_instead(random: Random, call: Call, can: Capabilities, share: float) -
     rows = rows_of(items, lengths, 1 if text else 4)
     call.prompts = [array("i", [byte + TEXT_OFFSET for byte in row]).tobytes() for row in rows] if text else rows
     call.tokens = sum(map(len, call.prompts)) // 4
+
+
+def logprobs_instead(call: Call, can: Capabilities) -> None:
+    """Let the call, unless it is text or wrong for a reason of its scores, ask for log-probabilities of its items."""
+    score, frames = call.score, call.frames
+    if "logprobs" not in can.operations or call.bad == "bad_request" or score.frames[0].dtype == "utf8":
+        return
+    call.score = Logprobs(0, score.frames, score.group, [], score.priority, min_version=score.min_version)
+    call.hidden = 0
+    longest = max(map(len, rows_of(frames[-2], frames[-1]))) // 4
+    call.columns = range(LOGPROBS, LOGPROBS + longest)
+    call.prompts = prompts_of(Part([]), frames)
 
 
 def _row(random: Random, mark: list[int], width: int) -> list[int]:
