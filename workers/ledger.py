@@ -1,7 +1,7 @@
 """A worker's work, batches, texts and generations: what is inside the engine, what is held back, which answers are kept. Pure.
 
 `machine` decides whether work is taken, and when it is dropped; here is where each piece of it is. A generation has no answer
-that could be kept: its tokens are sent as they come, and the coordinator takes it back when a link was lost.
+that could be kept: its tokens are sent as they come, and it ends with the link.
 """
 
 from collections.abc import Iterable
@@ -93,7 +93,13 @@ class TaskLedger:
 
     def stop(self, epoch: int, counters: Iterable[int]) -> list[WorkerEffect]:
         """Drop these generations, and nothing else."""
-        tasks = self.generating.intersection((epoch, counter) for counter in counters)
+        return self._stop(self.generating.intersection((epoch, counter) for counter in counters))
+
+    def stop_all(self) -> list[WorkerEffect]:
+        """Drop all generations, and nothing else."""
+        return self._stop(self.generating.copy())
+
+    def _stop(self, tasks: set[TaskId]) -> list[WorkerEffect]:
         self.generating -= tasks
         self.running -= tasks
         inside = tasks - self.held.keys()

@@ -13,8 +13,8 @@ epoch waits until the last dropped batch has left: two batches in one forward wo
 delivered twice runs once: its copy is ignored while it runs, and answered with the kept answer afterwards. While the engine
 loads weights (`updates`), and before that while it empties for them, work waits in the same way.
 
-A generation is work too. Its tokens are sent as they come, and dropped while the link is not usable: on a new link the
-coordinator stops it and starts others. The engine is told to drop a stopped one; only new weights wait until it has left.
+A generation is work too, and its tokens are sent as they come. It ends with the link, on which a stop for it may be lost: the
+coordinator starts others on a new link. The engine is told to drop a stopped one; only new weights wait until it has left.
 
 A worker whose link was silent for too long receives `expired`. It drops its work as for a higher epoch, takes a new incarnation
 and registers again; the engine and its weights stay. An `external` worker, which no coordinator started, has an owner that ends
@@ -125,11 +125,11 @@ class WorkerMachine:
 
     def _connected(self, event: ev.Connected) -> list[WorkerEffect]:
         self.linked, self.registered = True, False
-        return self._register()
+        return [*self.work.stop_all(), *self._register()]
 
     def _disconnected(self, event: ev.Disconnected) -> list[WorkerEffect]:
         self.linked = self.registered = False
-        return []
+        return [*self.work.stop_all(), *self._end_if_drained()]
 
     def _register(self) -> list[WorkerEffect]:
         self.silence.asked_at = self.now

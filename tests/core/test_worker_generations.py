@@ -145,6 +145,15 @@ def test_tokens_are_not_sent_while_the_link_is_down_and_not_afterwards() -> None
     assert [type(message) for message in said(worker.hear(Accept(EPOCH)))] == [Idle, Ready]
 
 
+@pytest.mark.parametrize("event", [Disconnected(0.0), Connected(0.0)], ids=["lost", "new"])
+def test_tasks_end_with_the_link_on_which_they_came(event: WorkerEvent) -> None:
+    worker = Worker()
+    worker.hear(start(1))
+    worker.hear(Batch((EPOCH, 2), [Part([])]))
+    assert [one for one in worker.do(event) if isinstance(one, CancelGenerations)] == [CancelGenerations([(EPOCH, 1)])]
+    assert worker.machine.work.running == {(EPOCH, 2)}, "the answer to a batch is kept for the next link"
+
+
 def test_a_stopped_task_is_cancelled_and_holds_up_no_other_work() -> None:
     worker = Worker()
     for counter in (1, 2):
