@@ -392,3 +392,15 @@ def test_a_stream_whose_client_has_a_new_link_is_sent_nothing_before_the_request
     assert streamed(sent) == [(1, 0, 1, 0, [2, 3]), (1, 1, 0, 0, [5])]
     assert [end.sequence for one in sent if isinstance(one.message, Tokens) for end in one.message.ended] == [1]
     assert streamed(pool.step(link, (task, 0, 3, [4], "")))
+
+
+def test_what_waits_of_a_suspect_runs_alone_also_if_nothing_came_back_from_the_lost_worker() -> None:
+    pool = GeneratingPool()
+    pool.submit(pool.client(), 1, generate(3, 3, 3, partial=True))
+    for name in ("a", "b"):
+        link = pool.worker(name, can=msgspec.structs.replace(CAN, inflight_rows=1, batch_rows=1))
+        pool.step(link, (pool.tasks()[-1], 0, 0, [1], ""))
+        pool.do(ev.WorkerBroken(0, link, "it broke"))
+    pool.worker("c", can=msgspec.structs.replace(CAN, inflight_rows=1, batch_rows=1))
+    assert len(pool.tasks()) == 3
+    assert pool.machine.core.groups["g"].trial is not None

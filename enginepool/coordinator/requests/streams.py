@@ -10,7 +10,7 @@ from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.generation import GenerationState, Sequence
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
-from enginepool.coordinator.core.request_state import DONE
+from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
@@ -260,7 +260,8 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
         flush(requests.core, request)
     if not request.left:
         answer(requests, request)
-    elif ranges:
+    elif ranges or (request.state == QUEUED and request.lane is not request.queue):
+        # What waited before waits as a suspect now, also if nothing comes back.
         requests.put_back(request, ranges)
 
 
