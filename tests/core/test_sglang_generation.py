@@ -16,7 +16,7 @@ from enginepool.workers.sglang.host.settings import Running, SettingsError
 KNOWN = {
     "attention_backend", "chunked_prefill_size", "custom_sigquit_handler", "custom_weight_loader", "disable_cuda_graph",
     "disable_overlap_schedule", "disable_radix_cache", "dp_size", "enable_hierarchical_cache", "enable_mixed_chunk",
-    "enable_priority_scheduling", "grammar_backend", "incremental_streaming_output", "log_level", "max_running_requests",
+    "enable_priority_scheduling", "grammar_backend", "log_level", "max_running_requests",
     "max_total_tokens", "nccl_port", "nnodes", "page_size", "pp_size", "schedule_policy", "speculative_algorithm",
     "tokenizer_worker_num",
 }  # fmt: skip
@@ -33,9 +33,11 @@ def test_a_generating_engine_takes_sglangs_own_defaults() -> None:
     assert kwargs == {
         "model_path": "model", "device": "cuda", "dtype": "auto", "nccl_port": 4711, "log_level": "error",
         "custom_weight_loader": ["enginepool.workers.sglang.weights.loader.load"],
-        "enable_priority_scheduling": True, "incremental_streaming_output": True,
+        "enable_priority_scheduling": True,
     }  # fmt: skip
     assert kwargs_of(grammars=False)["grammar_backend"] == "none"
+    with pytest.raises(SettingsError, match="does not work here; use 'none'"):
+        kwargs_of(grammars=False, options={"grammar_backend": "xgrammar"})
 
 
 def test_a_generating_engine_on_a_cpu_gets_what_sglang_needs_there() -> None:

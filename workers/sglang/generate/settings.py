@@ -49,21 +49,21 @@ def refuse_scoring(settings: EngineSettings) -> None:
 
 
 def generation_kwargs(settings: EngineSettings, known: Collection[str], *, grammars: bool) -> dict[str, Any]:
-    """The keyword arguments of `sglang.Engine` where it generates. As `engine_kwargs`; `grammars`: whether the library of
-    SGLang's default grammar backend is installed."""
+    """The keyword arguments of `sglang.Engine` where it generates. As `engine_kwargs`; `grammars`: whether SGLang's default
+    grammar backend works here."""
     refuse_scoring(settings)
     refuse_unknown_options(settings.options, known)
     kwargs = {name: value for name, value in _defaults(settings, grammars).items() if name in known}
     kwargs.update(settings.options)
     refuse_values(kwargs, _WORKS)
+    if not grammars and kwargs.get("grammar_backend") in (None, "xgrammar"):
+        raise SettingsError("engine option grammar_backend='xgrammar' is refused: it does not work here; use 'none'")
     return with_fixed(kwargs, settings)
 
 
 def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "enable_priority_scheduling": settings.options.get("schedule_policy", "fcfs") in _WITH_PRIORITY,
-        # Otherwise each step would hand on all tokens so far.
-        "incremental_streaming_output": True,
         "log_level": "error",
         "custom_weight_loader": [LOADER],
     }

@@ -5,18 +5,21 @@ import contextlib
 import math
 import uuid
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
-from enginepool.protocol.messages import MAX_MATCHED, Capabilities, Sampling
+from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.settings import Running
 
 #: SGLang says this in place of a stop string.
 _NOT_FINITE = "NaN happened"
+_LOOK = "`enginepool weights validate` looks for NaN and infinity in the weights"
 #: characters of its reasons: those about grammars name all of the grammar
 _MOST_SAID = 300
 #: tokens of the first generation: a prefill, and decodes
@@ -36,6 +39,7 @@ class EngineGeneration:
     def __init__(self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running) -> None:
         self._tm = tokenizer_manager
         self._requests = requests
+        self.messages = SchedulerMessages(tokenizer_manager)
         self.capabilities = capabilities
         settings = running.settings
         self._deterministic = bool(settings.get("enable_deterministic_inference"))
@@ -71,11 +75,6 @@ class EngineGeneration:
         )
         return self._tm.generate_request(request, None)
 
-    @property
-    def incremental(self) -> bool:
-        """Whether an answer has the tokens since the last one, and not all so far."""
-        return bool(self._tm.incremental_streaming_output)
-
     def abort(self, rid: str) -> bool:
         """Have the scheduler drop this request, which it answers once more then. False: it was not sent it, or has ended it."""
         state = self._tm.rid_to_state.get(rid)
@@ -100,6 +99,8 @@ class Sequences:
         self._streams: list[asyncio.Task[None]] = []
         self._prefilled = asyncio.Event()
         self._dropped = False
+        #: sequences that were given up here, and why
+        self._failed: dict[int, str] = {}
 
     async def run(self) -> None:
         """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
@@ -133,38 +134,41 @@ class Sequences:
                 stream.cancel()  # cancelled a second time, this waits for the engine no longer
 
     async def _continue(self, sequence: int) -> None:
-        """Hand on the tokens of a sequence until its end."""
-        sent = 0
+        """Return at the end of a sequence, whose tokens are handed on meanwhile. Raises EngineError."""
+        rid, takers = self._rids[sequence], self._engine.messages.takers
+        takers[rid] = partial(self._take, sequence)
         try:
-            answers = self._engine.ask(self._task, self._prompt, sequence, self._rids[sequence])
-            async with contextlib.aclosing(answers):
+            async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, sequence, rid)) as answers:
                 async for answer in answers:
-                    new = self._new_tokens(sequence, answer, 0 if self._engine.incremental else sent)
-                    sent += len(new.tokens)
-                    if not self._dropped and (new.tokens or new.reason):
-                        self._emit(new)
-                    self._prefilled.set()
+                    _ending(answer["meta_info"]["finish_reason"])
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"the engine refused the task: {one_line(error)}") from error
         finally:
+            del takers[rid]
             self._prefilled.set()
+        if sequence in self._failed:
+            raise EngineError(self._failed[sequence])
 
-    def _new_tokens(self, sequence: int, answer: dict[str, Any], start: int) -> NewTokens:
-        """What SGLang's answer says of the tokens from `start` on. Raises EngineError: it gave the sequence up."""
-        said: dict[str, Any] = answer["meta_info"]
-        reason, matched = _ending(said["finish_reason"])
-        tokens: list[int] = answer["output_ids"][start:]
-        logprobs: Sequence[float] = ()
-        if self._task.logprobs:
-            logprobs = [entry[0] for entry in said["output_token_logprobs"][start:]]
+    def _take(self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None) -> None:
+        """The next tokens of a sequence. Nothing is raised here: the engine's answers are read for all sequences at once."""
+        self._prefilled.set()
+        if self._dropped or sequence in self._failed:
+            return
+        try:
+            why, matched = _ending(reason)
             if any(map(math.isnan, logprobs)):
-                raise EngineError("logprobs: NaN; `enginepool weights validate` looks for NaN and infinity in the weights")
-        return NewTokens(sequence, tokens, logprobs, cast(Any, reason), matched)
+                raise EngineError(f"logprobs: NaN; {_LOOK}")
+            if tokens or why:
+                self._emit(NewTokens(sequence, tokens, logprobs, why, matched))
+        except Exception as error:
+            self._failed[sequence] = one_line(error)
+            if reason is None:
+                self._engine.abort(self._rids[sequence])
 
 
-def _ending(reason: dict[str, Any] | None) -> tuple[str, int | str | None]:
+def _ending(reason: dict[str, Any] | None) -> tuple[Literal["", "stop", "length"], int | str | None]:
     """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError: it gave the sequence up."""
     if reason is None:
         return "", None
@@ -175,5 +179,5 @@ def _ending(reason: dict[str, Any] | None) -> tuple[str, int | str | None]:
         raise EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
     matched = reason.get("matched")
     if matched == _NOT_FINITE:
-        raise EngineError("the engine computed NaN; `enginepool weights validate` looks for NaN and infinity in the weights")
-    return "stop", matched[:MAX_MATCHED] if isinstance(matched, str) else matched
+        raise EngineError(f"the engine computed NaN; {_LOOK}")
+    return "stop", matched

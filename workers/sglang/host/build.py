@@ -77,7 +77,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         refuse_wrong_sharing(settings, msgspec.json.decode(config.read_bytes()))
     known = _setting_names(module.ServerArgs)
     if settings.generates:
-        kwargs = generation_kwargs(settings, known, grammars=importlib.util.find_spec("xgrammar") is not None)
+        kwargs = generation_kwargs(settings, known, grammars=_grammars_on(device))
     else:
         kwargs = engine_kwargs(settings, known)
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
@@ -95,6 +95,21 @@ def _resolved(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if found else "cpu"
+
+
+def _grammars_on(device: str) -> bool:
+    """Whether SGLang's default grammar backend is installed, and can restrict tokens on this device. Its older versions cannot
+    on a CPU: their scheduler would die of the first grammar."""
+    if importlib.util.find_spec("xgrammar") is None:
+        return False
+    if device != "cpu":
+        return True
+    torch, grammar = importlib.import_module("torch"), importlib.import_module(patches.GRAMMAR).XGrammarGrammar
+    try:
+        grammar.apply_vocab_mask(None, torch.zeros(1, 32), grammar.allocate_vocab_mask(None, 32, 1, device))
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _with_our_entries(engine: Any, attention: str) -> Any:

@@ -31,6 +31,7 @@ LOADER = "sglang.srt.model_loader.loader"
 SETTINGS = "sglang.srt.server_args"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 MODEL = "sglang.srt.configs.model_config"
+GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
 
@@ -82,6 +83,15 @@ PRIVATE: tuple[Private, ...] = (
         ("Engine.run_detokenizer_process_func", "replaced", "our entry of the detokenizer's process"),
     ),
     *_private(
+        "host/build.py", GRAMMAR,
+        ("XGrammarGrammar.apply_vocab_mask", "called", "whether grammars work on a CPU", "self, logits, vocab_mask"),
+        (
+            "XGrammarGrammar.allocate_vocab_mask", "called", "whether grammars work on a CPU",
+            "self, vocab_size, batch_size, device",
+        ),
+        optional=True,
+    ),
+    *_private(
         "host/process.py", SCHEDULER,
         ("run_scheduler_process", "called", "ports are replaced by place", "server_args, port_args, ..."),
     ),
@@ -130,9 +140,20 @@ PRIVATE: tuple[Private, ...] = (
         "generate/streams.py", TOKENIZER,
         ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
         ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
-        ("TokenizerManager.incremental_streaming_output", "read", "whether an answer has the new tokens alone"),
         ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
         ("ReqState.dispatched", "read", "whether the scheduler was sent a sequence"),
+    ),
+    *_private(
+        "generate/new_tokens.py", TOKENIZER,
+        ("TokenizerManager._handle_batch_output", "replaced", "new tokens of all sequences", "self, recv_obj"),
+        ("TokenizerManager.enable_metrics", "read", "whether SGLang counts tokens itself"),
+    ),
+    *_private(
+        "generate/new_tokens.py", REQUESTS,
+        (
+            "BatchTokenIDOutput.rids output_ids output_token_logprobs_val finished_reasons time_stats",
+            "read", "one message per step",
+        ),
     ),
     *_private("generate/streams.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),

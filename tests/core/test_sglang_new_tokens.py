@@ -1,0 +1,90 @@
+"""New tokens are read off the scheduler's messages, and SGLang reads what ends, and what is its own."""
+
+import asyncio
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
+
+
+class Answers(msgspec.Struct, kw_only=True):
+    """Of SGLang's message, the parts that matter."""
+
+    rids: list[str]
+    finished_reasons: list[dict[str, Any] | None]
+    output_ids: list[Any]
+    output_token_logprobs_val: list[Any] | None = None
+    prompt_tokens: list[int]
+    dp_ranks: list[int] | None = None
+    time_stats: Any = b"packed"
+
+
+def message(**ends: bool) -> Answers:
+    """Of each request, its next two tokens, and whether it ends."""
+    return Answers(
+        rids=list(ends),
+        finished_reasons=[{"type": "length"} if end else None for end in ends.values()],
+        output_ids=[array("q", [i, i + 1]) for i in range(len(ends))],
+        prompt_tokens=[10 * i for i in range(len(ends))],
+    )
+
+
+class Reader:
+    """SGLang's reader of answers."""
+
+    def __init__(self, metrics: bool = False) -> None:
+        self.read: list[Answers] = []
+        self.enable_metrics = metrics
+
+    async def _handle_batch_output(self, recv_obj: Answers) -> None:
+        self.read.append(recv_obj)
+
+
+def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str, list[int], list[float], Any]]:
+    """What the takers get of these messages."""
+    taken: list[tuple[str, list[int], list[float], Any]] = []
+    subject = SchedulerMessages(tm)
+    for rid in takers:
+        subject.takers[rid] = lambda *given, rid=rid: taken.append((rid, given[0], list(given[1]), given[2]))
+    for one in messages:
+        asyncio.run(tm._handle_batch_output(one))
+    return taken
+
+
+def test_sglang_is_not_bothered_with_tokens_of_requests_that_go_on() -> None:
+    tm = Reader()
+    assert hand_on(tm, message(a=False, b=False)) == [("a", [0, 1], [], None), ("b", [1, 2], [], None)]
+    assert tm.read == []
+
+
+def test_sglang_reads_the_requests_that_end_and_those_that_are_not_ours() -> None:
+    tm = Reader()
+    taken = hand_on(tm, message(a=False, b=True, x=False, c=False))
+    assert [rid for rid, *_ in taken] == ["a", "b", "c"]
+    [read] = tm.read
+    assert (read.rids, read.prompt_tokens, read.time_stats) == (["b", "x"], [10, 20], None)
+    assert [list(ids) for ids in read.output_ids] == [[1, 2], [2, 3]]
+    assert read.dp_ranks is None
+
+
+def test_log_probabilities_are_those_of_their_request() -> None:
+    some = message(a=False, b=False)
+    some.output_token_logprobs_val = [None, [-1.0, -2.0]]
+    assert hand_on(Reader(), some) == [("a", [0, 1], [], None), ("b", [1, 2], [-1.0, -2.0], None)]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_sglang_reads_everything_where_it_counts_tokens_itself(ends: bool) -> None:
+    tm = Reader(metrics=True)
+    one = message(a=False, b=ends)
+    assert len(hand_on(tm, one)) == 2
+    assert tm.read == [one] and one.time_stats == b"packed"
+
+
+def test_messages_of_other_kinds_of_answers_pass() -> None:
+    tm = Reader()
+    assert hand_on(tm, message(x=True), takers="") == []
+    assert [read.rids for read in tm.read] == [["x"]]

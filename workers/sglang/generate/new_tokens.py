@@ -1,0 +1,63 @@
+"""New tokens, read off the scheduler's own messages: one for each step, with the tokens of all sequences. No SGLang here.
+
+SGLang wakes the reader of each request for each of its tokens. With hundreds of sequences that costs the worker more time than
+all the rest, so it is left to requests that end.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+#: Takes the new tokens of a request, their log-probabilities if it asked for some, and why it ended, as SGLang says it.
+#: It never raises.
+Take = Callable[[list[int], Sequence[float], dict[str, Any] | None], None]
+
+
+class SchedulerMessages:
+    """Hands on tokens, and to SGLang the requests that end.
+
+    Args:
+        tm: SGLang's tokenizer manager, whose reader of answers is wrapped.
+    """
+
+    def __init__(self, tm: Any) -> None:
+        #: by the id of a request
+        self.takers: dict[str, Take] = {}
+        #: SGLang counts each token itself, where it is asked for metrics.
+        self._whole = bool(getattr(tm, "enable_metrics", False))
+        read: Callable[[Any], Awaitable[None]] = tm._handle_batch_output
+
+        async def handle(message: Any) -> None:
+            left = self._hand_on(message)
+            if left or self._whole:
+                await read(message if self._whole else _only(message, left))
+
+        tm._handle_batch_output = handle
+
+    def _hand_on(self, message: Any) -> list[int]:
+        """The places in `message` of requests that end, or are not ours."""
+        left: list[int] = []
+        reasons, output = message.finished_reasons, message.output_ids
+        logprobs = message.output_token_logprobs_val or [()] * len(output)
+        for place, rid in enumerate(message.rids):
+            take = self.takers.get(rid)
+            if take is None:
+                left.append(place)
+                continue
+            reason = reasons[place]
+            take(list(output[place]), logprobs[place] or (), reason)
+            if reason is not None:
+                left.append(place)
+        return left
+
+
+def _only(message: Any, places: list[int]) -> Any:
+    """`message` about the requests at these places alone. Its lists have an entry for each request, or are empty."""
+    count = len(message.rids)
+    message.time_stats = None  # a packed list, which is read for metrics alone
+    if len(places) < count:
+        for name, value in msgspec.structs.asdict(message).items():
+            if isinstance(value, list) and len(value) == count:  # pyright: ignore[reportUnknownArgumentType]
+                setattr(message, name, [value[place] for place in places])
+    return message
