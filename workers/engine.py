@@ -124,7 +124,8 @@ class RowBatch:
 class GenerationTask:
     """A prompt to continue. prompt: int32 [tokens]; n: sequences; priority: larger runs first, where the engine has to choose.
 
-    sampling: `max_new_tokens` counts from the end of the prompt. logprobs: each token has the logarithm of its probability.
+    sampling: `max_new_tokens` counts from the end of the prompt; sequence i is drawn with `sampling_seed` + i.
+    logprobs: each token has the logarithm of its probability.
     """
 
     prompt: Ids

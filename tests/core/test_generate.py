@@ -103,6 +103,19 @@ def test_samples_of_a_prompt_go_to_one_worker_in_one_task() -> None:
     assert [np.frombuffer(one.frames[0], np.int32).tolist() for one in pool.tasks()] == [[0, 1, 2], [10, 11, 12, 13]]
 
 
+def test_each_sample_keeps_its_own_seed_wherever_it_goes_on() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, n=2, stream=True, sampling_seed=7))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2], ""), (task, 1, 0, [5], ""))
+    pool.worker("b", can=CAN)
+    pool.do(ev.WorkerExited(0, "a", "killed"))
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    assert [(one.at, one.n, one.sampling.sampling_seed) for one in started(pool)] == [(0, 2, 7), (2, 1, 7), (1, 1, 8)]
+
+
 def test_a_worker_is_given_no_more_than_it_runs_at_once_and_the_rest_waits_by_priority() -> None:
     pool = GeneratingPool()
     client = pool.client()

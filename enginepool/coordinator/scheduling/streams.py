@@ -17,6 +17,7 @@ from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.prefix_affinity import blocks_of, bound
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import take
+from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import FrameSpec, StartGeneration
 from enginepool.protocol.ragged import Offsets
 
@@ -101,6 +102,9 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
     if tokens:
         least = max(0, sampling.min_new_tokens - len(tokens))
         sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(tokens), min_new_tokens=least)
+    if sampling.sampling_seed is not None:
+        # The samples of a prompt differ, and each goes on elsewhere as it began.
+        sampling = replace(sampling, sampling_seed=(sampling.sampling_seed + start % work.n) & MAX_ID)
     spec = FrameSpec("prompt", "int32", (len(prompt) // 4,))
     message = StartGeneration(
         batch.id, [spec], sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, priority=request.priority
