@@ -37,14 +37,18 @@ def _shared(
     """The options of every such command."""
 
 
-def file_command(form: type[L], ask: Ask[L]) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
+def file_command(
+    form: type[L], ask: Ask[L], *, priority: int = 0
+) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function that has the options of one operation and returns the settings of its lines.
 
     Args:
         form: an input line of the operation.
         ask: asks the pool for the answer to a line.
+        priority: of lines that do not say it, without the option.
     """
-    shared = inspect.signature(_shared).parameters
+    shared = dict(inspect.signature(_shared).parameters)
+    shared["priority"] = shared["priority"].replace(default=priority)
 
     def make(own: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         @functools.wraps(own)

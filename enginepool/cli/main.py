@@ -15,6 +15,7 @@ from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
 from enginepool.cli.embed import embed
 from enginepool.cli.flush import flush
+from enginepool.cli.generate import generate
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
@@ -39,6 +40,7 @@ app.command()(ready)
 app.command("keys")(keys_command)
 app.command()(score)
 app.command()(embed)
+app.command()(generate)
 app.command()(status)
 app.command()(restart)
 app.command()(flush)

@@ -1,0 +1,94 @@
+"""`enginepool generate`: a file of prompts through a running pool, into a file of generations."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from enginepool.cli.file_command import file_command
+from enginepool.cli.jsonl import InputLine
+
+if TYPE_CHECKING:
+    from enginepool.client.pool import Pool
+
+#: below the requests of others who share the pool
+LOW_PRIORITY = -100
+
+
+class GenerateLine(InputLine, forbid_unknown_fields=True):
+    """An input line: the options of `Pool.generate`, by their own names."""
+
+    prompt: str | list[int] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is None:
+            raise ValueError("needs prompt")
+
+
+async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> dict[str, Any]:
+    found = await pool.generate([line.prompt], **settings)  # pyright: ignore[reportArgumentType]
+    samples: list[dict[str, Any]] = []
+    for one in found[0]:
+        sample: dict[str, Any] = {"token_ids": one.token_ids.tolist(), "finish_reason": one.finish_reason}
+        if one.matched is not None:
+            sample["matched"] = one.matched
+        if one.logprobs is not None:
+            sample["logprobs"] = one.logprobs.tolist()
+        samples.append(sample)
+    return {"samples": samples, "version": found.version, "tokens": found.usage.output_tokens}
+
+
+@file_command(GenerateLine, _ask, priority=LOW_PRIORITY)
+def generate(
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples of each prompt.")] = 1,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens of a sample, at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Of the likeliest tokens, those that make up P.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Of the K likeliest tokens; -1: of all.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a sample; may be given several times.")] = None,
+    sampling_seed: Annotated[
+        int | None, typer.Option("--seed", metavar="SEED", min=0, help="Equal prompts get equal samples.")
+    ] = None,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="The logarithm of each token's probability, too.")] = False,
+) -> dict[str, Any]:
+    """Continue a file of prompts through a running pool, behind the requests of others (--priority).
+
+    It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
+
+    A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
+    any of n, logprobs, SGLang's sampling parameters, group, priority, timeout, min_version for itself.
+
+    A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
+    "token_ids" and "finish_reason"; or "error" with a code and a message. Exit code 1 if any line has an error. The tokenizer
+    of the model makes text of the ids.
+
+    \b
+    Examples:
+      enginepool generate prompts.jsonl samples.jsonl --max-new-tokens 256 --temperature 0
+      enginepool generate prompts.jsonl samples.jsonl --n 8 --logprobs --group policy
+    """
+    settings = dict.fromkeys(GenerateLine.__struct_fields__)
+    for name in ("id", "prompt", "group", "priority", "timeout", "min_version"):
+        del settings[name]
+    settings |= {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return settings | {"stop": stop or None, "sampling_seed": sampling_seed, "logprobs": logprobs}

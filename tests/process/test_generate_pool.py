@@ -1,0 +1,84 @@
+"""`Pool.generate`, `Pool.stream` and `enginepool generate` with whole pools of sim workers."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginepool import Pool
+from enginepool.protocol.messages import Sampling
+from enginepool.workers.sim.tokens import expected_output
+from tests.process.commands import call, records
+from tests.process.daemons import PATIENCE_S, Daemon
+from tests.process.processes import Processes
+from tests.process.test_generate import VOCAB, generating, prompt
+
+STREAMS = 60
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 150}
+
+
+def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordinator_is_killed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    daemon = generating(processes, tmp_path, inflight_rows=64)
+    count = 0
+    enough = asyncio.Event()
+
+    async def read(pool: Pool, i: int) -> None:
+        nonlocal count
+        stream = pool.stream(prompt(i), credit=8 if i % 2 else 1024, logprobs=True, **GREEDY)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        async for chunk in stream:
+            assert chunk.logprobs is not None
+            tokens += chunk.token_ids.tolist()
+            logprobs += chunk.logprobs.tolist()
+            count += len(chunk.token_ids)
+            if count > 10 * STREAMS:
+                enough.set()
+        [[whole]] = await stream.result()
+        wanted, chances, reason = expected_output(prompt(i), Sampling(**GREEDY), sample=0, vocab=VOCAB)
+        assert tokens == wanted and whole.token_ids.tolist() == wanted and whole.finish_reason == reason
+        np.testing.assert_allclose(logprobs, chances, rtol=1e-5)
+        assert whole.logprobs is not None and whole.logprobs.tolist() == logprobs
+        assert sum(tokens for _, tokens in whole.spans) == len(wanted)
+
+    async def main() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            readers = [asyncio.create_task(read(pool, i)) for i in range(STREAMS)]
+            await enough.wait()
+            daemon.kill()
+            again = Daemon(processes, daemon.config)
+            await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
+        assert await asyncio.to_thread(again.end) == 0
+
+    asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
+
+
+def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
+    daemon = generating(processes, tmp_path)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines: list[dict[str, Any]] = [{"prompt": prompt(i), "id": i} for i in range(5)]
+    lines += [{"prompt": [VOCAB]}, {"text": "a"}, {"prompt": prompt(7), "n": 2, "logprobs": True, "max_new_tokens": 3}]
+    lines += [{"prompt": prompt(8), "temperature": -1}, {"prompt": []}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for _ in range(2):
+        code, _, err = call("generate", source, target, "--connect", daemon.address, "--max-new-tokens", 9, "--temperature", 0)
+        assert code == 1, err
+    found = records(target)
+    assert sorted(found) == list(range(1, 11))
+    for i in range(5):
+        wanted, _, reason = expected_output(prompt(i), Sampling(temperature=0.0, max_new_tokens=9), sample=0, vocab=VOCAB)
+        [sample] = found[i + 1]["samples"]
+        assert (sample["token_ids"], sample["finish_reason"], "logprobs" in sample) == (wanted, reason, False)
+        assert (found[i + 1]["id"], found[i + 1]["version"], found[i + 1]["tokens"]) == (i, 0, len(wanted))
+    assert found[6]["error"]["field"] == "prompts[0][0]" and found[6]["error"]["limit"] == str(VOCAB)
+    assert found[7]["error"]["code"] == "bad_line" and "unknown key text" in found[7]["error"]["message"]
+    for number, sample in enumerate(found[8]["samples"]):
+        sampling = Sampling(temperature=0.0, max_new_tokens=3)
+        wanted, chances, _ = expected_output(prompt(7), sampling, sample=number, vocab=VOCAB)
+        assert sample["token_ids"] == wanted
+        np.testing.assert_allclose(sample["logprobs"], chances, rtol=1e-5)
+    assert found[9]["error"]["field"] == "temperature" and found[10]["error"]["field"] == "prompts[0]"
