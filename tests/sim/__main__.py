@@ -28,6 +28,7 @@ def main() -> int:
         "--embedding", action="store_true", help="workers embed and give log-probabilities as well, and some calls ask for that"
     )
     parser.add_argument("--commanding", action="store_true", help="callers flush groups")
+    parser.add_argument("--generating", action="store_true", help="workers generate as well, and most calls ask for that")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -54,6 +55,7 @@ def main() -> int:
                 embedding=args.embedding,
                 restarts=args.restarts,
                 commanding=args.commanding,
+                generating=args.generating,
             )
         except Failed as failure:
             out(f"{failure}\n")
@@ -62,6 +64,8 @@ def main() -> int:
         if args.count == 1:
             out(f"seed {seed}, {workers} workers: digest {outcome.digest:08x}, {outcome.seconds:.1f} s simulated\n")
             out(f"{outcome.events} events, answers {outcome.answers}, updates {outcome.updates}\n")
+            if outcome.streams:
+                out(f"generations {dict(sorted(outcome.streams.items()))}\n")
     if args.count > 1:
         spent = time.perf_counter() - began
         out(f"{args.count} schedules, {events} events, {1000 * spent / args.count:.1f} ms each\n")

@@ -160,8 +160,11 @@ class Faults:
                 # The coordinator drops what it holds for a client that does not read; the connection itself stands.
                 coordinator = self.simulation.coordinator
                 if coordinator.alive and not coordinator.stalled:
-                    link.until_out = world.now
-                    world.after(0.2, setattr, link, "until_out", float("inf"))
+                    if self.simulation.plan.generate is None:
+                        link.until_out = world.now
+                        world.after(0.2, setattr, link, "until_out", float("inf"))
+                    else:  # all of it: tokens of a stream have no gaps
+                        link.dropped = link.last_out
                     coordinator.handle(ev.LinkCut(world.now, link.id))
                 return
             if what == "partition":

@@ -3,14 +3,15 @@
 A link is first in, first out in each direction. When it breaks, what is on the way is lost, except for what the other side's
 socket had received already: that is still read, perhaps after messages of the link's successor. Either side may take a while to
 notice. A dealer connects again by itself; the new link has a new id. A repeated message comes directly after the first one, or
-(for messages that say nothing about their sender's state) later.
+(for messages that say nothing about their sender's state) later. Tokens of a worker are not repeated: no layer does that, and a
+worker whose positions go back is lost.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from enginepool.protocol.frames import Buffer, encode_header
-from enginepool.protocol.messages import Ack, Cancel, Done, ErrorReply, Message, Result, Score, Tokenized
+from enginepool.protocol.messages import Ack, Cancel, Done, ErrorReply, GenerationProgress, Message, Result, Score, Tokenized
 from tests.sim.world import World
 
 #: These may be repeated long after. Work may not: nothing repeats it later than the coordinator itself, after a new
@@ -65,7 +66,7 @@ class Conditions:
 class Link:
     """One connection, as a router names it."""
 
-    __slots__ = ("broken", "dealer", "id", "last_in", "last_out", "server", "until_in", "until_out", "worker")
+    __slots__ = ("broken", "dealer", "dropped", "id", "last_in", "last_out", "server", "until_in", "until_out", "worker")
 
     def __init__(self, id: bytes, dealer: "Dealer", server: Server) -> None:
         self.id = id
@@ -75,6 +76,8 @@ class Link:
         self.broken = False
         self.last_in = self.last_out = 0.0
         self.until_in = self.until_out = float("inf")
+        #: the router has dropped what it would have delivered until then
+        self.dropped = -1.0
 
 
 class Network:
@@ -142,7 +145,7 @@ class Network:
             deliver = self._deliver_out
         whole = (encode_header(message), *frames)
         world.at(arrival, deliver, link, whole)
-        if conditions.repeat and world.chance(conditions.repeat):
+        if conditions.repeat and type(message) is not GenerationProgress and world.chance(conditions.repeat):
             refusal = isinstance(message, ErrorReply) and message.id is not None
             late = (refusal or isinstance(message, LATE)) and world.chance(conditions.late)
             world.at(arrival + world.between(0, 5.0) if late else arrival, deliver, link, whole)
@@ -152,7 +155,7 @@ class Network:
             link.server.receive(link, frames)
 
     def _deliver_out(self, link: Link, frames: Sequence[Buffer]) -> None:
-        if self.world.now <= link.until_out and not link.dealer.closed:
+        if link.dropped < self.world.now <= link.until_out and not link.dealer.closed:
             link.dealer.owner.receive(link.dealer, frames)
 
 

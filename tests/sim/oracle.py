@@ -4,28 +4,19 @@ The oracle knows what was asked and what went wrong in the world; it knows nothi
 """
 
 import re
-from typing import NamedTuple
 
 from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
-from enginepool.protocol.messages import ErrorReply, Result
+from enginepool.protocol.messages import ErrorReply, Generate, Generated, Result
 from enginepool.protocol.messages.weights import Published
 from tests.sim.commands import CommandOracle
+from tests.sim.generated import Weights, check_generated
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
 
 #: nothing in a simulation justifies these
 NEVER = frozenset({"malformed", "unsupported", "protocol_version", "hello_required", "unauthorized", "superseded", "id_reused"})
-
-
-class Weights(NamedTuple):
-    """Weights of a group: their version, the number of their content, and their digest."""
-
-    version: int
-    content: int
-    committed: bool
-    digest: str = ""
 
 
 class Oracle:
@@ -62,6 +53,8 @@ class Oracle:
         #: clients whose owner closed them
         self.closed: set[int] = set()
         self.counts: dict[str, int] = {}
+        #: what happened to sequences that were generated, by kind
+        self.streams: dict[str, int] = {}
 
     def add(self, call: Call) -> None:
         self.calls[call.uid] = call
@@ -79,6 +72,9 @@ class Oracle:
         self.open.pop(call.uid, None)
         self.counts[call.outcome] = self.counts.get(call.outcome, 0) + 1
         if isinstance(effect, Answer):
+            if isinstance(effect.message, Generated):
+                self._generated(call, effect)
+                return
             if call.names[0] != "scores":
                 self.counts[call.names[0]] = self.counts.get(call.names[0], 0) + 1
             assert isinstance(effect.message, Result)
@@ -101,6 +97,24 @@ class Oracle:
         assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"
         assert result.forwards and (set(result.forwards) == {1} or call.uid in self.cut), f"{call}: {result.forwards}"
         assert result.timings.queued_us >= 0 and result.timings.run_us >= 0, f"{call}: {result.timings}"
+
+    def _generated(self, call: Call, answer: Answer) -> None:
+        assert not (call.bad or call.poison or call.choking or call.refused), f"{call}: answered, and should not be"
+        weights = self.weights[self._name(call.score.group)]
+        for kind in check_generated(call, answer, weights):
+            self.stream(kind)
+
+    def stream(self, kind: str) -> None:
+        """Something happened to a sequence that is generated."""
+        self.streams[kind] = self.streams.get(kind, 0) + 1
+
+    def sends(self, call: Call, request: Generate, epoch: int) -> None:
+        """A client sends a request to generate, perhaps once more, to the coordinator of this epoch."""
+        generating = call.generating
+        generating.sends += 1
+        generating.epoch = generating.epoch or epoch
+        if len(request.frames) > len(generating.request.frames):
+            self.stream("sent again" if generating.epoch == epoch else "sent to another coordinator")
 
     def _justified(self, now: float, call: Call, effect: Fail) -> None:
         failure = effect.failure

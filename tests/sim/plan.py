@@ -9,6 +9,7 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Ti
 from enginepool.coordinator.core.context import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
 from tests.sim.commands import SimCommand
+from tests.sim.generating import GenerationMix
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
 from tests.sim.traffic import SEPARATOR, Mix
@@ -54,6 +55,13 @@ UPDATE_FAULTS = {
 }
 
 
+#: what strikes schedules that generate more often
+GENERATION_FAULTS = (
+    "worker_kill", "worker_stop", "worker_link", "engine_error", "engine_wrong_rows", "client_link", "client_stall",
+    "client_outbox", "coordinator_kill",
+)  # fmt: skip
+
+
 class Plan:
     """Everything that is decided before the first event. Draws from `random` in a fixed order."""
 
@@ -74,6 +82,7 @@ class Plan:
         starved: Random | None = None,
         embedding: Random | None = None,
         commanding: Random | None = None,
+        generating: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -167,6 +176,11 @@ class Plan:
         self.commands: list[SimCommand] = []
         if commanding is not None:
             self._command(commanding)
+        #: how calls generate, where some do; what a step of an engine takes
+        self.generate: GenerationMix | None = None
+        self.step_s = 0.01
+        if generating is not None:
+            self._generate(generating)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -191,6 +205,25 @@ class Plan:
                 size = random.choice((2, 6, 40))
                 operations = ("score", "embed", "logprobs") if can.kind == "causal" else ("score", "embed")
                 self.capabilities[name] = msgspec.structs.replace(can, operations=operations, embedding=size)
+
+    def _generate(self, random: Random) -> None:
+        """Let plain workers generate as well, in few slots, and most calls ask for that."""
+        self.generate = GenerationMix(random)
+        self.step_s = random.choice((0.005, 0.02, 0.08))
+        self.calls = random.randint(10, 40)
+        for name, can in self.capabilities.items():
+            if name in self.packed:
+                continue
+            rows = random.choice((1, 2, 4))
+            self.capabilities[name] = msgspec.structs.replace(
+                can, kind="causal", labels=0, hidden=0, separator=None, operations=(*can.operations, "generate"),
+                batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))),
+            )  # fmt: skip
+        self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
+        for kind in () if self.gentle else GENERATION_FAULTS:
+            if random.random() < 0.3:
+                self.faults += [(self.span * random.random(), kind) for _ in range(random.randint(1, 3))]
+        self.faults.sort()
 
     def _command(self, random: Random) -> None:
         """Let callers flush groups, often enough that a client asks again before all workers have answered."""

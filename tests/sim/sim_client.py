@@ -17,12 +17,14 @@ from enginepool.client.session.events import (
     SessionEvent,
     SessionTick,
     Start,
+    StreamPart,
     SubmitRequest,
+    TokensTaken,
 )
 from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
-from enginepool.protocol.messages import Result, Status, ToClient
+from enginepool.protocol.messages import Generate, Generated, Result, Status, ToClient, Tokens
 from enginepool.protocol.messages.control import Control
 from tests.core.session_invariants import check_session
 from tests.sim.commands import SimCommand
@@ -117,7 +119,7 @@ class SimClient:
             return
         self.world.mix(frames[0])  # type: ignore[arg-type]
         message: ToClient = decode_header(_decoder, frames[0])
-        if isinstance(message, Result):
+        if isinstance(message, Result | Generated | Tokens):
             check_frames(message.frames, frames[1:])
         self._take(MessageReceived(self.world.now, message, frames[1:]))
 
@@ -137,7 +139,11 @@ class SimClient:
             if type(effect) is SendMessage:
                 assert self.dealer is not None
                 self.world.note(self.name, effect.message)
+                if type(effect.message) is Generate:
+                    self.oracle.sends(self._calls[effect.message.id], effect.message, self.session.link.epoch)
                 self.dealer.send(effect.message, effect.frames)
+            elif type(effect) is StreamPart:
+                self._read(effect, final=any(type(one) is Answer and one.id == effect.id for one in effects))
             elif type(effect) is Answer or type(effect) is Fail:
                 call = self._calls.get(effect.id)
                 if call is not None:
@@ -164,6 +170,28 @@ class SimClient:
     def _tick(self) -> None:
         self._timer_at = float("inf")
         self._take(SessionTick(self.world.now))
+
+    # --- streams -------------------------------------------------------------------------------------------------------
+
+    def _read(self, part: StreamPart, *, final: bool) -> None:
+        """The caller of a stream has more to read, and looks for it in its own time."""
+        generating = self._calls[part.id].generating
+        generating.part(part, final=final)
+        if not generating.looks:
+            generating.looks = True
+            self.world.after(generating.pause_s * self.world.between(0.5, 1.5), self._look, part.id)
+
+    def _look(self, id_: int) -> None:
+        call = self._calls[id_]
+        generating = call.generating
+        if self.gone:
+            return
+        if self.stalled:
+            self.world.after(0.1, self._look, id_)
+            return
+        generating.looks, generating.taken = False, generating.received
+        if not call.outcome:
+            self._take(TokensTaken(self.world.now, id_, generating.taken))
 
     # --- what befalls it -----------------------------------------------------------------------------------------------
 

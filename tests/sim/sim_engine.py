@@ -25,6 +25,7 @@ from enginepool.workers.events import (
 )
 from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
+from tests.sim.sim_generator import SimGeneration, SimGenerator
 from tests.sim.sim_stager import Stager, content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
@@ -51,6 +52,8 @@ class Profile:
         self.memory = can.inflight_rows
         #: it takes other weights only when it starts
         self.only_at_start = False
+        #: what a step of all sequences takes
+        self.step_s = 0.01
 
     @property
     def seconds_in_flight(self) -> float:
@@ -88,8 +91,9 @@ class SimEngine:
         self.dead = False
         #: why it never loads, or ""
         self.broken = ""
-        #: every batch that runs or waits to
-        self.inside: dict[TaskId, Task] = {}
+        #: every batch that runs or waits to, and every generation
+        self.inside: dict[TaskId, Task | SimGeneration] = {}
+        self.generator = SimGenerator(self)
         #: by the number of commands that came before, then by priority, then by arrival
         self._waiting: list[tuple[int, int, int, Task]] = []
         #: commands that have not run, and how many came
@@ -153,15 +157,19 @@ class SimEngine:
         assert task.rows <= can.batch_rows, f"{who}: {task.rows} rows"
         assert task.rows == 1 or task.weight <= _most(run, can), f"{who}: {task.weight} tokens"
         assert max(lengths) <= can.context, f"{who}: a row of {max(lengths)} tokens"
-        inside = self.inside
-        inside[run.batch.batch] = task
-        assert sum(t.weight for t in inside.values()) <= can.inflight_tokens, f"{who}: over inflight_tokens"
-        assert sum(t.rows for t in inside.values()) <= can.inflight_rows, f"{who}: over inflight_rows"
+        self.inside[run.batch.batch] = task
+        self.check_room(who)
         self._order += 1
         urgency = 0 if self.profile.fifo else -run.batch.priority
         heappush(self._waiting, (self._commanded, urgency, self._order, task))
         if not self._busy:
             self._next()
+
+    def check_room(self, who: str) -> None:
+        """All that is inside fits."""
+        can, inside = self.profile.can, self.inside.values()
+        assert sum(task.weight for task in inside) <= can.inflight_tokens, f"{who}: over inflight_tokens"
+        assert sum(task.rows for task in inside) <= can.inflight_rows, f"{who}: over inflight_rows"
 
     def _next(self) -> None:
         if self.dead or self.hangs or not (self._waiting or self._commands):

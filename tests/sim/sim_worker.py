@@ -12,6 +12,7 @@ import msgspec
 from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.messages import ErrorReply, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import (
+    CancelGenerations,
     Connected,
     Disconnected,
     DrainWanted,
@@ -20,6 +21,7 @@ from enginepool.workers.events import (
     FromCoordinator,
     RunBatch,
     RunCommand,
+    RunGeneration,
     RunTokenize,
     RunWeights,
     SendToCoordinator,
@@ -172,6 +174,10 @@ class SimWorker:
                 self.dealer.send(effect.message, effect.frames)
             elif type(effect) is RunBatch:
                 self.engine.run(effect)
+            elif type(effect) is RunGeneration:
+                self.engine.generator.run(effect)
+            elif type(effect) is CancelGenerations:
+                self.engine.generator.cancel(effect.tasks)
             elif type(effect) is RunTokenize:
                 self.engine.tokenize(effect)
             elif type(effect) is RunCommand:

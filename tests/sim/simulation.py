@@ -16,6 +16,7 @@ from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.weights import Phase, Published, Restore
 from tests.sim.cluster import Cluster
 from tests.sim.faults import Faults
+from tests.sim.generating import generate_instead
 from tests.sim.network import Network
 from tests.sim.offers import Offer
 from tests.sim.oracle import Oracle, Weights
@@ -49,6 +50,8 @@ class Outcome(NamedTuple):
     halvings: int
     #: outcomes of commands at workers, and errors of whole commands, by code
     commands: dict[str, int]
+    #: what happened to sequences that were generated, by kind
+    streams: dict[str, int]
 
 
 class Simulation:
@@ -84,6 +87,7 @@ class Simulation:
             self.cluster.packed[name] = (profile, group.workers - group.packed_workers)
         for profile in (*profiles.values(), *(packed for packed, _ in self.cluster.packed.values())):
             profile.only_at_start = plan.only_at_start
+            profile.step_s = plan.step_s
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
@@ -183,7 +187,9 @@ class Simulation:
         events = self.events + self.coordinator.watch.events
         halvings = sum(group.halvings for group in self.coordinator.machine.core.groups.values())
         oracle = self.oracle
-        return Outcome(world.digest, events, world.now, oracle.counts, oracle.updates, halvings, oracle.commands.counts)
+        return Outcome(
+            world.digest, events, world.now, oracle.counts, oracle.updates, halvings, oracle.commands.counts, oracle.streams
+        )
 
     def _place_calls(self) -> None:
         world, plan = self.world, self.plan
@@ -200,6 +206,8 @@ class Simulation:
                 logprobs_instead(call, plan.capabilities[name])
             elif plan.embed:
                 embed_instead(Random(uid), call, plan.capabilities[name], plan.embed)
+            if plan.generate is not None:
+                generate_instead(Random(uid), call, plan.capabilities[name], plan.generate)
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
             self.oracle.add(call)
@@ -341,6 +349,7 @@ def simulate(
     starved: bool = False,
     embedding: bool = False,
     commanding: bool = False,
+    generating: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -348,7 +357,8 @@ def simulate(
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
-    with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups.
+    with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
+    with `generating`, plain workers generate as well, and most calls ask for that.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -356,7 +366,7 @@ def simulate(
     options = {
         "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
         "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
-        "commanding": commanding,
+        "commanding": commanding, "generating": generating,
     }  # fmt: skip
     world = World(seed, say)
     # Each option draws from a source of its own, so that a seed means the same with and without the others.

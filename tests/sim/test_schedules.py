@@ -111,6 +111,19 @@ def test_requests_to_embed_and_for_logprobs_run_in_whole_batches_of_their_own(ch
     assert embedded > SEEDS and logprobs > SEEDS
 
 
+@pytest.mark.parametrize("chunk", range(5))
+def test_generations_go_on_with_every_token_once_whatever_fails(chunk: int) -> None:
+    """Each sequence is computed again from its spans; a stream has the same tokens as its answer."""
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        seen.update(simulate(seed, 1 + seed % 8, updates=chunk > 2, generating=True).streams)
+    assert seen["length"] + seen["stop"] > 10 * SEEDS, seen
+    assert seen["resumed"] > SEEDS and seen["stopped"] > SEEDS / 2, seen
+    missing = {"interrupted", "sent again", "sent to another coordinator", "waited for its reader"} - seen.keys()
+    assert not missing, f"no schedule shows {missing}"
+    assert chunk <= 2 or seen["several versions"], seen
+
+
 @pytest.mark.parametrize("chunk", range(3))
 def test_a_command_has_one_final_answer_with_one_outcome_for_each_worker(chunk: int) -> None:
     seen: Counter[str] = Counter()

@@ -30,8 +30,9 @@ class Call:
     """One call of a client, what it should get, and what it got."""
 
     __slots__ = (
-        "arrival", "bad", "cancel_at", "cancelled", "choking", "client", "columns", "deadline", "floor", "frames", "hidden",
-        "id", "outcome", "poison", "prompts", "refused", "retry_busy", "score", "submitted", "timeout", "tokens", "uid",
+        "arrival", "bad", "cancel_at", "cancelled", "choking", "client", "columns", "deadline", "floor", "frames",
+        "generating", "hidden", "id", "outcome", "poison", "prompts", "refused", "retry_busy", "score", "submitted",
+        "timeout", "tokens", "uid",
     )  # fmt: skip
 
     def __init__(self, uid: int, client: int, arrival: float) -> None:
@@ -39,7 +40,7 @@ class Call:
         self.client = client
         self.arrival = arrival
         self.id = 0
-        #: the request: `Score`, `Embed` or `Logprobs`
+        #: the request: `Score`, `Embed`, `Logprobs`, or `Generate`
         self.score: Any = Score(0, [])
         self.frames: Sequence[bytes] = ()
         #: each row as the engine sees it
@@ -47,6 +48,8 @@ class Call:
         self.tokens = 0
         self.columns: Sequence[int] = ()
         self.hidden = 0
+        #: what belongs to it if it generates: `Generating`
+        self.generating: Any = None
         self.timeout: float | None = None
         self.deadline: float | None = None
         self.cancel_at: float | None = None

@@ -1,0 +1,135 @@
+"""What a generation must answer: each sequence from its spans, computed again by the pure function of the engines."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from enginepool.client.session.events import Answer
+from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
+from enginepool.workers.sim.operation import Weights as SimWeights
+from enginepool.workers.sim.tokens import SimSequence
+from tests.sim.generating import END_EVERY, Generating
+from tests.sim.traffic import Call
+
+#: of every simulated model
+VOCAB = 300
+
+
+class Weights(NamedTuple):
+    """Weights of a group: their version, the number of their content, and their digest."""
+
+    version: int
+    content: int
+    committed: bool
+    digest: str = ""
+
+
+class Answered(NamedTuple):
+    """One sequence of an answer; the frames as bytes."""
+
+    tokens: bytes
+    logprobs: bytes
+    spans: list[tuple[int, int]]
+    end: SequenceEnd
+
+
+def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> Iterator[str]:
+    """The final answer of a call is the right one, and a stream had the same tokens. Yields what happened to its sequences."""
+    message, generating = answer.message, call.generating
+    assert isinstance(message, Generated) and generating is not None, f"{call}: {message}"
+    request = generating.request
+    if call.cancelled and request.stream:
+        return  # its caller had stopped listening
+    sequences = _sequences(call, answer)
+    starts = message.starts or [0] * len(sequences)
+    assert starts == [len(brought) // 4 for brought in generating.brought], f"{call}: starts {starts}"
+    total = sum(starts) + sum(len(sequence.tokens) // 4 for sequence in sequences)
+    assert message.usage == GenerationUsage(len(sequences), call.tokens, total), f"{call}: {message.usage}"
+    versions = [version for sequence in sequences for version, _ in sequence.spans]
+    assert not versions or message.version == max(versions), f"{call}: version {message.version}"
+    assert all(version >= request.min_version for version in versions), f"{call}: {versions}"
+    known = {end.sequence: end for end in request.ended}
+    for i, sequence in enumerate(sequences):
+        if i in known:
+            assert not sequence.tokens and sequence.end == known[i], f"{call}: sequence {i} had ended: {sequence}"
+        else:
+            _check_sequence(call, generating, i, sequence, weights)
+            yield sequence.end.reason
+        if len(sequence.spans) > 1:
+            yield "several versions"
+        if request.stream:
+            yield "streamed"
+            read = generating.read[i]
+            assert read.tokens == sequence.tokens, f"{call}: sequence {i} was streamed differently"
+            assert read.logprobs == sequence.logprobs, f"{call}: sequence {i} had other logprobs when it was streamed"
+            assert read.spans == sequence.spans, f"{call}: sequence {i}: {read.spans} in the stream, {sequence.spans} now"
+            assert read.end == (None if i in known else sequence.end), f"{call}: sequence {i} ended differently: {read.end}"
+    if generating.full:
+        yield "waited for its reader"
+
+
+def _sequences(call: Call, answer: Answer) -> list[Answered]:
+    message, generating = answer.message, call.generating
+    assert isinstance(message, Generated)
+    names = ["output", "output_lengths", *(["logprobs"] if generating.request.logprobs else [])]
+    assert [spec.name for spec in message.frames] == names, f"{call}: {message.frames}"
+    output, lengths, *chances = (bytes(frame) for frame in answer.frames)
+    rows = len(generating.brought)
+    assert len(message.spans) == rows and [end.sequence for end in message.ended] == list(range(rows)), f"{call}: {message}"
+    found: list[Answered] = []
+    first = 0
+    for length, spans, end in zip(array("I", lengths), message.spans, message.ended, strict=True):
+        part = slice(4 * first, 4 * (first + length))
+        assert sum(count for _, count in spans) == length, f"{call}: {spans} for {length} tokens"
+        found.append(
+            Answered(output[part], chances[0][part] if chances else b"", [(version, count) for version, count in spans], end)
+        )
+        first += length
+    assert 4 * first == len(output), f"{call}: {len(output)} bytes of output for {first} tokens"
+    return found
+
+
+def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights]) -> None:
+    request, end, told = generating.request, sequence.end, f"{call}: sequence {i}: {sequence.end}, {sequence.spans}"
+    may = request.partial or generating.constrained
+    assert end.reason != "interrupted" or (may and sequence.tokens and end.matched is None), told
+    prompt, brought = call.prompts[i // request.n], generating.brought[i]
+    has, sampling = len(brought) // 4, request.sampling
+    sampling = replace(
+        sampling, max_new_tokens=sampling.max_new_tokens - has, min_new_tokens=max(0, sampling.min_new_tokens - has)
+    )
+    # Which of the samples of its prompt it is depends on how they were given to workers.
+    samples = range(1 if brought else request.n)
+    committed = [[j for j, one in enumerate(weights) if one.version == version] for version, _ in sequence.spans]
+    wrong = f"committed weights for these spans: {committed}, and at least number {call.floor} is allowed"
+    for chosen in product(*committed):
+        if not all(before <= after for before, after in zip((call.floor, *chosen), chosen, strict=False)):
+            continue
+        contents = [weights[j].content for j, (_, count) in zip(chosen, sequence.spans, strict=True) for _ in range(count)]
+        for sample in samples:
+            wrong = _differs(SimSequence(prompt + brought, sampling, sample, VOCAB, END_EVERY), contents, sequence)
+            if not wrong:
+                return
+    raise AssertionError(f"{told}: {wrong}")
+
+
+def _differs(expected: SimSequence, contents: Sequence[int], sequence: Answered) -> str:
+    """How a sequence differs from what these weights generate, or ""."""
+    reason, matched = "", None
+    chances = array("f", sequence.logprobs)
+    for at, (token, content) in enumerate(zip(array("i", sequence.tokens), contents, strict=True)):
+        if reason:
+            return f"more after token {at}, which ends it"
+        drawn = expected.next(SimWeights(content))
+        if drawn.token != token:
+            return f"token {at} is {token}, instead of {drawn.token}"
+        if chances and array("f", [drawn.logprob])[0] != chances[at]:
+            return f"token {at} has logprob {chances[at]}, instead of {drawn.logprob}"
+        reason, matched = drawn.reason, drawn.token if drawn.reason == "stop" else None
+    end = sequence.end
+    if end.reason == "interrupted":
+        return f"it had ended: {reason}" if reason else ""
+    return "" if (end.reason, end.matched) == (reason, matched) else f"the end should be {reason or 'later'} {matched}"

@@ -1,0 +1,197 @@
+"""How a simulated engine generates: all its sequences get tokens in each step, as in a running batch.
+
+A token is a pure function of those before it and of the weights that the engine really has (`workers/sim/tokens.py`).
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from enginepool.protocol.messages import FrameSpec, Step, TaskId
+from enginepool.workers.events import GenerationLeft, RunGeneration, StepsDone
+from enginepool.workers.sim.operation import Weights
+from enginepool.workers.sim.tokens import SimSequence
+from tests.sim.generating import END_EVERY
+from tests.sim.sim_stager import content_of
+from tests.sim.traffic import POISON, REFUSED, uid_of
+
+if TYPE_CHECKING:
+    from tests.sim.sim_engine import SimEngine
+
+
+class SimGeneration:
+    """A task inside an engine."""
+
+    __slots__ = ("at", "id", "logprobs", "new", "poisoned", "prompt", "refused", "sequences", "stopped")
+
+    def __init__(self, run: RunGeneration, vocab: int) -> None:
+        message = run.message
+        self.id = message.task
+        self.prompt = bytes(run.frames[0])
+        self.logprobs = message.logprobs
+        sampling = message.sampling
+        self.new = sampling.max_new_tokens
+        self.sequences = {i: SimSequence(self.prompt, sampling, i, vocab, END_EVERY) for i in range(message.n)}
+        # What it generated before is in its prompt, and is neither.
+        given = array("i", self.prompt)[: len(self.prompt) // 4 - message.at]
+        self.poisoned, self.refused = POISON in given, REFUSED in given
+        #: where the next token of each sequence is
+        self.at = dict.fromkeys(self.sequences, message.at)
+        #: the worker has cancelled it
+        self.stopped = False
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.stopped else len(self.sequences)
+
+    @property
+    def weight(self) -> int:
+        return 0 if self.stopped else len(self.prompt) // 4 + len(self.sequences) * self.new
+
+
+class SimGenerator:
+    """The running batch of one engine."""
+
+    def __init__(self, engine: "SimEngine") -> None:
+        self._engine = engine
+        self._running: dict[TaskId, SimGeneration] = {}
+        #: every task that it was ever given
+        self._seen: set[TaskId] = set()
+        self._steps = False
+
+    def run(self, run: RunGeneration) -> None:
+        """Take a task. It must fit, together with all that is inside."""
+        engine, message = self._engine, run.message
+        if engine.dead:
+            return
+        who = f"{engine.host.name}: generation {message.task}"
+        can = engine.profile.can
+        assert "generate" in can.operations and not run.unreadable, f"{who}: {run.unreadable}"
+        assert message.task not in self._seen, f"{who} runs twice"
+        self._seen.add(message.task)
+        task = SimGeneration(run, can.vocab)
+        assert task.sequences and task.new > 0, f"{who}: nothing to generate"
+        assert len(task.prompt) // 4 + task.new <= can.context, f"{who}: longer than {can.context} tokens"
+        if message.at:
+            assert len(task.sequences) == 1, f"{who}: several sequences go on after the same tokens"
+            engine.oracle.stream("resumed")
+        self._running[task.id] = engine.inside[task.id] = task
+        engine.check_room(who)
+        if not self._steps:
+            self._steps = True
+            self._after_a_step()
+
+    def cancel(self, tasks: Sequence[TaskId]) -> None:
+        """The worker does not want these any more: each leaves with the step that runs."""
+        for task in tasks:
+            running = self._running.get(task)
+            assert running is not None or task in self._seen, f"{task} is cancelled, and never ran"
+            if running is not None:  # else the worker, which was held up, will hear that it has left
+                assert not running.stopped, f"{task} is cancelled twice"
+                running.stopped = True
+                self._engine.oracle.stream("stopped")
+
+    def _after_a_step(self) -> None:
+        engine = self._engine
+        engine.world.after(engine.slow * engine.profile.step_s * engine.world.between(0.5, 1.5), self._step)
+
+    def _step(self) -> None:
+        """A forward of all sequences is done."""
+        engine = self._engine
+        if engine.dead or engine.hangs:
+            return
+        fault = self._fault()
+        if fault == "crash":
+            engine.crash(engine.by_chance("the engine crashed in a step"))
+        elif fault == "abort":
+            engine.host.kill()
+        elif fault == "hang":
+            engine.hangs = True
+        if engine.dead or engine.hangs:
+            return
+        weights = Weights(content_of(engine.digest, engine.base))
+        out = _Out()
+        running = [task for task in self._running.values() if not task.stopped]
+        failed = self._failed(running, fault)
+        for task in running:
+            if task in failed:
+                sequence = min(task.sequences)
+                out.add(task, Step(task.id[1], sequence, task.at[sequence], 0, "error", "refused"), (), ())
+                task.sequences.clear()
+            for i in list(task.sequences):
+                self._next(out, task, i, weights)
+        if fault == "wrong_rows" and out.steps:
+            first = out.steps[0]
+            out.steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)
+        left = [task for task in self._running.values() if task.stopped or not task.sequences]
+        for task in left:
+            del self._running[task.id], engine.inside[task.id]
+        if self._running:
+            self._after_a_step()
+        self._steps = bool(self._running)
+        now = engine.world.now
+        if out.steps:
+            assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
+            engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames()))
+        for task in left:
+            engine.host.post(GenerationLeft(now, task.id))
+
+    def _fault(self) -> str:
+        """What happens in this step."""
+        engine = self._engine
+        fault, engine.next_fault = engine.next_fault, ""
+        poisoned = any(task.poisoned for task in self._running.values())
+        return engine.profile.poison if poisoned else fault
+
+    def _failed(self, running: Sequence[SimGeneration], fault: str) -> list[SimGeneration]:
+        failed = [task for task in running if task.refused]
+        if fault == "error" and running:
+            wronged = self._engine.world.random.choice(running)
+            self._engine.oracle.wronged.add(uid_of(wronged.prompt[:8]))
+            failed.append(wronged)
+        return failed
+
+    def _next(self, out: "_Out", task: SimGeneration, i: int, weights: Weights) -> None:
+        """The next tokens of a sequence: mostly one."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        at, reason, matched = task.at[i], "", None
+        for _ in range(3 if self._engine.world.chance(0.05) else 1):
+            drawn = task.sequences[i].next(weights)
+            tokens.append(drawn.token)
+            logprobs.append(drawn.logprob)
+            reason = drawn.reason
+            if reason:
+                del task.sequences[i]
+                matched = drawn.token if reason == "stop" else None
+                break
+        task.at[i] = at + len(tokens)
+        step = Step(task.id[1], i, at, len(tokens), reason, matched)  # pyright: ignore[reportArgumentType]
+        out.add(task, step, tokens, logprobs)
+
+
+class _Out:
+    """What one step generated."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+        self.steps: list[Step] = []
+        self._tokens = array("i")
+        self._logprobs = array("f")
+        self._asked = False
+
+    def add(self, task: SimGeneration, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.epochs.add(task.id[0])
+        self.steps.append(step)
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs if task.logprobs else [math.nan] * len(tokens))
+        self._asked = self._asked or task.logprobs
+
+    def frames(self) -> tuple[list[FrameSpec], tuple[bytes, ...]]:
+        shape = (len(self._tokens),)
+        specs, frames = [FrameSpec("tokens", "int32", shape)], [self._tokens.tobytes()]
+        if self._asked:
+            specs.append(FrameSpec("logprobs", "float32", shape))
+            frames.append(self._logprobs.tobytes())
+        return specs, tuple(frames)
