@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.client.arguments import Ids, bad, check_int, check_options, kind
+from enginepool.client.arguments import Ids, bad, check_int, check_options, kind, utf8
 from enginepool.client.generations import Generation, Generations, read_generations
 from enginepool.client.payload import encode_rows
 from enginepool.client.row_calls import RowCalls, flag, set_options
@@ -192,9 +192,15 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
         raise bad(f"{where}.token_ids", f"{where}.token_ids: token id {one.token_ids.min()} is negative", "0")
     if len(one.token_ids) > most:
         raise bad(where, f"{where}: {len(one.token_ids)} tokens; at most max_new_tokens = {most}", str(most))
-    if request.logprobs and chances is not None and np.shape(chances) != one.token_ids.shape:
-        text = f"{where}.logprobs: expected {len(one.token_ids)} (one per token), got shape {list(np.shape(chances))}"
-        raise bad(f"{where}.logprobs", text)
+    if request.logprobs and chances is not None:
+        if not isinstance(chances, np.ndarray) or cast("npt.NDArray[Any]", chances).dtype != np.float32:
+            raise bad(f"{where}.logprobs", f"{where}.logprobs: must be an array float32 [tokens], or None")
+        if cast("npt.NDArray[Any]", chances).shape != one.token_ids.shape:
+            text = f"{where}.logprobs: expected {len(one.token_ids)} (one per token), got shape {list(np.shape(chances))}"
+            raise bad(f"{where}.logprobs", text)
+    if not isinstance(cast("object", one.matched), int | str | None):
+        raise bad(f"{where}.matched", f"{where}.matched: {kind(one.matched)}; a token id, a text, or None")
+    utf8(f"{where}.matched", str(one.matched))
     if one.finish_reason not in _REASONS:
         text = f"{where}.finish_reason: {one.finish_reason!r}; one of {', '.join(_REASONS)}"
         raise bad(f"{where}.finish_reason", text)

@@ -120,10 +120,10 @@ class TokenStream:
         self.cancel()
 
     def _open(self) -> None:
+        self._connection.now()
         if self._within is None:
             self._notices.begin()
-        opened = self._connection.open_stream(self._request, self._frames, self._within, self._retry_busy, self._hear)
-        self._id = opened
+        self._id = self._connection.open_stream(self._request, self._frames, self._within, self._retry_busy, self._hear)
 
     def _hear(self, effect: Heard) -> None:
         if isinstance(effect, StreamPart):

@@ -19,6 +19,7 @@ from enginepool.client.session.events import (
 )
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.protocol.messages import (
+    Ack,
     Cancel,
     Credit,
     Ended,
@@ -386,3 +387,26 @@ def test_a_second_answer_is_dropped() -> None:
     assert driver.answered() == [1]
     driver.finish(answer([1]))
     assert driver.answered() == [] and driver.parts() == []
+
+
+# --- as other requests ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_acknowledged_and_a_busy_coordinator_is_asked_again() -> None:
+    driver = Streaming()
+    driver.refuse("busy", 1, retry_after_ms=10)
+    driver.pass_time(0.5)
+    assert [type(m) for m in driver.sent()] == [Generate]
+    driver.finish(answer([1]))
+    driver.pass_time(driver.session.settings.ack_delay_s)
+    assert Ack([1]) in driver.sent()
+
+
+def test_a_stream_ends_at_its_deadline_without_a_coordinator() -> None:
+    driver = Driver()
+    driver.connect()
+    driver(SubmitRequest(driver.now, *request(), driver.now + 5.0))
+    [message] = driver.sent()
+    assert isinstance(message, Generate) and message.timeout_ms == 5000
+    driver.pass_time(5.0 + driver.session.settings.grace_s)
+    assert driver.failed() == [(1, "deadline_exceeded")]

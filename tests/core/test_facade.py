@@ -5,7 +5,8 @@ from typing import Any, assert_type
 
 import pytest
 
-from enginepool import BlockingPool, Pool, ScoreResult
+from enginepool import BlockingPool, Generations, Pool, ScoreResult, TokenChunk
+from enginepool.client.facade import BlockingIterator
 from enginepool.protocol.messages import StatusReport
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer.blocking_publisher import BlockingUpdateHandle, BlockingWeightPublisher
@@ -38,10 +39,17 @@ def test_a_facade_opens_a_pool_with_the_arguments_of_the_async_class() -> None:
         assert inspect.signature(getattr(BlockingPool, name)) == inspect.signature(getattr(Pool, name))
 
 
+def test_a_blocking_stream_has_the_arguments_and_the_docstring_of_the_async_one() -> None:
+    assert inspect.signature(BlockingPool.stream) == inspect.signature(Pool.stream)
+    assert inspect.getdoc(BlockingPool.stream) == inspect.getdoc(Pool.stream)
+
+
 def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
     """For the type checker alone."""
     assert_type(BlockingPool.connect("ipc:///pool.sock", connect_timeout=1.0), BlockingPool)
     assert_type(pool.score("query", ["item"], priority=3), ScoreResult)
+    assert_type(pool.generate("prompt", n=2, temperature=0), Generations)
+    assert_type(pool.stream("prompt", credit=3), BlockingIterator[TokenChunk, Generations])
     assert_type(pool.ready(3.0, group="g"), StatusReport)
     assert_type(publisher.publish({}, 3, transfer="direct"), UpdateRecord)
     assert_type(publisher.start({}, partial=True), BlockingUpdateHandle)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from enginepool import BlockingPool, Generations, Pool, TokenChunk, TokenStream, errors
+from enginepool import BlockingPool, Generation, Generations, Pool, TokenChunk, TokenStream, errors
 from enginepool.client.generate import GenerateOptions
 from enginepool.protocol.messages import (
     MAX_CREDIT,
@@ -216,6 +216,29 @@ def test_what_stopped_stays_ended_and_what_was_too_short_goes_on(coordinator: Ge
     assert [one.token_ids.tolist() for one in whole[0]] == [[0, 1, 2, 3], [100, 101], [200, 201, 202, 203]]
     assert coordinator.asked[1].ended == [SequenceEnd(1, "stop", 7)]
     np.testing.assert_array_equal(whole[0][0].logprobs, [np.nan, np.nan, -2, -3])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"token_ids": [1, 2]}, ".token_ids"),
+        ({"token_ids": np.array([1, 2])}, ".token_ids"),
+        ({"token_ids": np.array([1, -2], np.int32)}, ".token_ids"),
+        ({"logprobs": np.array([1.0], np.float32)}, ".logprobs"),
+        ({"logprobs": [1.0, 2.0]}, ".logprobs"),
+        ({"finish_reason": "abort"}, ".finish_reason"),
+        ({"matched": 1.5}, ".matched"),
+        ({"matched": "\ud800"}, ".matched"),
+    ],
+)
+def test_a_generation_that_was_made_wrong_is_refused(
+    coordinator: GeneratingCoordinator, wrong: dict[str, Any], field: str
+) -> None:
+    made = {"token_ids": np.array([1, 2], np.int32), "logprobs": None, "finish_reason": "length", "matched": None, "spans": ()}
+    with pytest.raises(errors.BadRequest) as refused:
+        generate(coordinator, "a", logprobs=True, continue_from=[[Generation(**made | wrong)]])
+    assert refused.value.field == f"continue_from[0][0]{field}"
+    assert not coordinator.asked
 
 
 def test_more_tokens_than_are_asked_for_are_not_continued(coordinator: GeneratingCoordinator) -> None:
