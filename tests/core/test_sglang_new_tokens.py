@@ -2,6 +2,8 @@
 
 import asyncio
 from array import array
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,8 +49,12 @@ def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str,
     """What the takers get of these messages."""
     taken: list[tuple[str, list[int], list[float], Any]] = []
     subject = SchedulerMessages(tm)
+
+    def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None) -> None:
+        taken.append((rid, tokens, list(logprobs), reason))
+
     for rid in takers:
-        subject.takers[rid] = lambda *given, rid=rid: taken.append((rid, given[0], list(given[1]), given[2]))
+        subject.takers[rid] = partial(take, rid)
     for one in messages:
         asyncio.run(tm._handle_batch_output(one))
     return taken

@@ -214,11 +214,12 @@ class SglangEngine:
         try:
             await self._end.unless_over(asyncio.shield(work))
         finally:
-            work.cancel()
-            try:
-                await self._end.unless_over(asyncio.wait({work}))
-            finally:
-                work.cancel()  # nothing where it is done; else the engine is gone, or the caller waits no longer
+            if not work.done():
+                work.cancel()
+                try:
+                    await self._end.unless_over(asyncio.wait({work}))
+                finally:
+                    work.cancel()  # nothing where it is done; else the engine is gone, or the caller waits no longer
 
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""
