@@ -234,7 +234,8 @@ def test_what_stopped_stays_ended_and_what_was_too_short_goes_on(coordinator: Ge
 def test_a_generation_that_was_made_wrong_is_refused(
     coordinator: GeneratingCoordinator, wrong: dict[str, Any], field: str
 ) -> None:
-    made = {"token_ids": np.array([1, 2], np.int32), "logprobs": None, "finish_reason": "length", "matched": None, "spans": ()}
+    ids = np.array([1, 2], np.int32)
+    made: dict[str, Any] = {"token_ids": ids, "logprobs": None, "finish_reason": "length", "matched": None, "spans": ()}
     with pytest.raises(errors.BadRequest) as refused:
         generate(coordinator, "a", logprobs=True, continue_from=[[Generation(**made | wrong)]])
     assert refused.value.field == f"continue_from[0][0]{field}"
