@@ -118,9 +118,9 @@ def test_samples_differ_unless_the_temperature_is_0(temperature: float) -> None:
 def test_one_in_so_many_tokens_ends_a_sequence_and_none_where_it_is_ignored() -> None:
     lengths = [len(expected_output([i], Sampling(max_new_tokens=10_000), vocab=VOCAB)[0]) for i in range(300)]
     assert 85 < sum(lengths) / len(lengths) < 115
-    for options in ({"end_every": 0}, {"end_every": 1, "ignore_eos": True}):
-        every = options.pop("end_every")
-        tokens, _, reason = expected_output([1], Sampling(max_new_tokens=300, **options), vocab=VOCAB, end_every=every)
+    for every, ignores in ((0, False), (1, True)):
+        sampling = Sampling(max_new_tokens=300, ignore_eos=ignores)
+        tokens, _, reason = expected_output([1], sampling, vocab=VOCAB, end_every=every)
         assert (len(tokens), reason) == (300, "length")
 
 
@@ -253,8 +253,12 @@ def test_a_task_in_an_engine_that_hangs_does_not_leave() -> None:
 # --- what it says -------------------------------------------------------------------------------------------------------
 
 
+def report(stage: str, detail: str) -> None:
+    """What the engine says while it starts matters to no test here."""
+
+
 def test_its_capabilities_are_those_of_a_continuous_batch() -> None:
-    can = asyncio.run(engine(inflight_rows=64, inflight_tokens=5000, forward_s=0.01).start(lambda *_: None))
+    can = asyncio.run(engine(inflight_rows=64, inflight_tokens=5000, forward_s=0.01).start(report))
     assert can.operations == ("generate",) and can.pace == 0 and can.features == ()
     assert (can.batch_rows, can.inflight_rows, can.batch_tokens, can.inflight_tokens) == (64, 64, 5000, 5000)
 

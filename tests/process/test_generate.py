@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 100}
 STREAMS = 40
 
 
-def generating(processes: Processes, directory: Path, workers: int = 2, options: Any = None, **timing: float) -> Daemon:
+def generating(processes: Processes, directory: Path, workers: int = 2, options: Any = None, **timing: Any) -> Daemon:
     config = sim_pool(directory, workers=workers, options={**GENERATES, **(options or {})}, generates=True, **timing)
     return ForkedDaemon(processes, config).listening()
 
