@@ -9,7 +9,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import MAX_CREDIT, MAX_NEW_TOKENS, SequenceEnd, StartGeneration, Tokens
+from enginepool.protocol.messages import MAX_CREDIT, MAX_NEW_TOKENS, Exiting, SequenceEnd, StartGeneration, Tokens
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import failures
 
@@ -372,6 +372,21 @@ def test_a_worker_that_returns_on_a_new_link_is_told_to_stop_and_goes_on_with_ne
     [again] = pool.tasks(sent)
     assert isinstance(again.message, StartGeneration) and again.message.at == 1
     assert pool.step(b"new", (task, 0, 1, [2], "")) == [], "tokens of the old task count no more"
+
+
+def test_workers_that_end_as_planned_make_no_request_a_suspect() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    for name in ("a", "b", "c"):
+        link = pool.worker(name, can=CAN)
+        if name == "a":
+            pool.submit(client, 1, generate(3))
+            pool.submit(client, 2, generate(3))
+        pool.step(link, (pool.tasks()[-2], 0, len(pool.tasks()) // 2 - 1, [1], ""))
+        pool.do(ev.WorkerSaid(0, link, Exiting("drained: SIGTERM; 2 unfinished after 10 s")))
+    pool.worker("d", can=CAN)
+    assert [task.at for task in started(pool)] == [0, 0, 1, 0, 2, 0, 3, 0]
+    assert pool.machine.core.groups["g"].trial is None
 
 
 def test_hundreds_that_ran_at_a_lost_worker_run_together_again_and_alone_only_after_a_second_loss() -> None:

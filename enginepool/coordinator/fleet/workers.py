@@ -143,6 +143,8 @@ class WorkerRegistry:
             said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
         planned = (own and not kill) or (worker.slot is not None and worker.slot.planned_restart == "ending")
         self.log(worker, f"worker {worker.name} {'ends' if planned else 'is lost'}: {reason} ({said})")
+        if planned:
+            self.recall_streams(worker)  # they take longer than a drain, and are no cause of this end
         lose_worker(core, worker, reason)
         batches = list(worker.batches.values())
         group.counts.lost_batches += len(batches)
