@@ -9,7 +9,7 @@ import numpy as np
 
 from enginepool import Pool
 from enginepool.protocol.messages import Sampling
-from enginepool.workers.sim.tokens import expected_output
+from enginepool.workers.sim.tokens import END_EVERY, expected_output
 from tests.process.commands import call, records
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 150}
 def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordinator_is_killed(
     processes: Processes, tmp_path: Path
 ) -> None:
-    daemon = generating(processes, tmp_path, inflight_rows=64)
+    daemon = generating(processes, tmp_path, options={"inflight_rows": 64, "end_every": END_EVERY})
     count = 0
     enough = asyncio.Event()
 
@@ -58,7 +58,7 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
 
 
 def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
-    daemon = generating(processes, tmp_path)
+    daemon = generating(processes, tmp_path, options={"end_every": END_EVERY})
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines: list[dict[str, Any]] = [{"prompt": prompt(i), "id": i} for i in range(5)]
     lines += [{"prompt": [VOCAB]}, {"text": "a"}, {"prompt": prompt(7), "n": 2, "logprobs": True, "max_new_tokens": 3}]
