@@ -8,10 +8,22 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import MAX_CREDIT, MAX_NEW_TOKENS, Exiting, SequenceEnd, StartGeneration, Tokens
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import (
+    MAX_CREDIT,
+    MAX_NEW_TOKENS,
+    Exiting,
+    FrameSpec,
+    GenerationProgress,
+    SequenceEnd,
+    StartGeneration,
+    Step,
+    Tokens,
+)
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
-from tests.core.machines import failures
+from tests.core.machines import EPOCH, failures
 
 
 def started(pool: GeneratingPool) -> list[StartGeneration]:
@@ -192,6 +204,20 @@ def test_a_worker_that_cannot_read_a_task_may_say_so_at_any_position() -> None:
     pool.submit(client, 1, generate(3, output=[[1, 2]]))
     pool.step(link, (pool.tasks()[0], 0, 0, [], "error"))
     assert failures(pool.sent)[1].code == "engine_error" and pool.machine.core.worker_links
+
+
+@pytest.mark.parametrize("token", [CAN.vocab, -1])
+def test_a_token_that_no_engine_has_reaches_no_other_engine(token: int) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3))
+    step = Step(pool.tasks()[0].message.task[1], 0, 0, 1)  # type: ignore[attr-defined]
+    progress = GenerationProgress(EPOCH, 0, [step], [FrameSpec("tokens", "int32", (1,))])
+    pool.do(worker_event(0.0, link, [encode_header(progress), np.array([token], np.int32).tobytes()]))
+    assert any("outside 0..999" in line for line in pool.logged)
+    pool.worker("b", can=CAN)
+    assert [task.at for task in started(pool)] == [0, 0]
 
 
 def test_what_a_broken_worker_generated_before_its_mistake_is_sent_and_answered() -> None:

@@ -97,6 +97,7 @@ def test_what_all_tasks_generate_in_one_turn_is_one_message_that_the_coordinator
     assert np.frombuffer(read.tokens, np.int32).tolist() == [11, 12, 13, 14]
     logprobs = np.frombuffer(read.logprobs, np.float32).tolist()
     assert [math.isnan(value) for value in logprobs] == [True, True, False, True] and logprobs[2] == -0.5
+    assert read.largest == 14
     assert len(second.frames) == 1, "no task asked for logprobs in this turn"
 
 

@@ -252,7 +252,8 @@ class BatchDone(Event):
 
 
 class TokensGenerated(Event):
-    """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none)."""
+    """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none).
+    `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none."""
 
     link: Link
     epoch: int
@@ -260,6 +261,7 @@ class TokensGenerated(Event):
     steps: Sequence[Step]
     tokens: memoryview
     logprobs: memoryview
+    largest: int = -1
 
 
 class TextTokenized(Event):

@@ -107,6 +107,9 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     core, batches, out = requests.core, worker.batches, StreamMessages()
     if e.epoch != core.epoch:
         return ""
+    can = worker.capabilities
+    if can is not None and e.largest >= can.vocab:
+        return f"it generated a token id that is outside 0..{can.vocab - 1}"  # which would go to other engines as a prompt
     finished: list[Request] = []
     failed: list[tuple[Request, str]] = []
     tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0

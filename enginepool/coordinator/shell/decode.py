@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Buffer, Link
@@ -205,10 +206,9 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     if found not in ([tokens], [tokens, logprobs]):
         raise WireError("malformed", f"frames: {found}; {total} tokens, and as many logprobs or none", field="frames")
     views = [memoryview(frame).cast("B") for frame in frames]
-    none = memoryview(b"")
-    return ev.TokensGenerated(
-        now, link, progress.epoch, progress.version, progress.steps, views[0], views[1] if len(views) > 1 else none
-    )
+    chances = views[1] if len(views) > 1 else memoryview(b"")
+    largest = int(np.frombuffer(views[0], np.uint32).max()) if total else -1
+    return ev.TokensGenerated(now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest)
 
 
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:
