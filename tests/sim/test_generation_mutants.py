@@ -1,0 +1,158 @@
+"""The simulator finds what it is for in generations too: each bug that is planted here is seen within a few schedules."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from enginepool.coordinator.core.generation import GenerationState
+from enginepool.coordinator.core.generation import Sequence as Generated
+from enginepool.coordinator.core.request import RunningBatch
+from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.requests import streams
+from enginepool.coordinator.scheduling import batches
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import FrameSpec, StartGeneration
+from enginepool.workers.events import SendToCoordinator, StepsDone, WorkerEffect
+from enginepool.workers.ledger import TaskLedger
+from enginepool.workers.machine import WorkerMachine
+from tests.sim.planted import Mutate, find
+from tests.sim.simulation import simulate
+
+SEEDS = range(1, 101)
+
+
+def the_last_token_before_a_loss_is_generated_twice(patch: pytest.MonkeyPatch) -> None:
+    real = batches.start_message
+
+    def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
+        message, [prompt] = real(batch)
+        if message.at:
+            prompt = bytes(prompt)[:-4]
+            message = replace(message, frames=[FrameSpec("prompt", "int32", (len(prompt) // 4,))])
+        return message, [prompt]
+
+    patch.setattr(batches, "start_message", start_message)
+
+
+def credit_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    real = GenerationState.__init__
+
+    def init(self: GenerationState[Any], work: GenerateWork) -> None:
+        real(self, work)
+        self.credit = self.credit and 1 << 30
+
+    patch.setattr(GenerationState, "__init__", init)
+
+
+def a_request_that_is_sent_again_begins_at_position_0(patch: pytest.MonkeyPatch) -> None:
+    def brought(self: GenerateWork) -> Iterator[bytes]:
+        return (b"" for _ in range(self.rows))
+
+    patch.setattr(GenerateWork, "brought", brought)
+
+
+def a_resumed_sequence_has_as_many_new_tokens_as_at_first(patch: pytest.MonkeyPatch) -> None:
+    real = batches.start_message
+
+    def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
+        message, frames = real(batch)
+        work = batch.slices[0][0].work
+        assert isinstance(work, GenerateWork)
+        return replace(message, sampling=replace(message.sampling, max_new_tokens=work.sampling.max_new_tokens)), frames
+
+    patch.setattr(batches, "start_message", start_message)
+
+
+def a_resumed_sequence_forgets_how_many_tokens_it_must_have(patch: pytest.MonkeyPatch) -> None:
+    real = batches.start_message
+
+    def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
+        message, frames = real(batch)
+        least = 0 if message.at else message.sampling.min_new_tokens
+        return replace(message, sampling=replace(message.sampling, min_new_tokens=least)), frames
+
+    patch.setattr(batches, "start_message", start_message)
+
+
+def no_worker_is_told_of_a_cancel(patch: pytest.MonkeyPatch) -> None:
+    def stop_tasks(core: Any, tasks: Any) -> None:
+        """Nothing."""
+
+    patch.setattr(streams, "stop_tasks", stop_tasks)
+
+
+def workers_go_on_with_what_is_stopped(patch: pytest.MonkeyPatch) -> None:
+    def stop(self: TaskLedger, epoch: int, counters: Sequence[int]) -> list[Any]:
+        return []
+
+    patch.setattr(TaskLedger, "stop", stop)
+
+
+def generations_outlive_their_link(patch: pytest.MonkeyPatch) -> None:
+    def stop_all(self: TaskLedger) -> list[Any]:
+        return []
+
+    patch.setattr(TaskLedger, "stop_all", stop_all)
+
+
+def all_tokens_are_said_to_be_of_the_last_weights(patch: pytest.MonkeyPatch) -> None:
+    real = Generated.extend
+
+    def extend(self: Generated, tokens: memoryview, logprobs: memoryview, version: int) -> None:
+        if self.spans:
+            self.spans[-1][0] = version
+        real(self, tokens, logprobs, version)
+
+    patch.setattr(Generated, "extend", extend)
+
+
+def workers_label_tokens_with_what_they_heard_is_committed(patch: pytest.MonkeyPatch) -> None:
+    real = WorkerMachine._generated  # pyright: ignore[reportPrivateUsage]
+
+    def generated(self: WorkerMachine, event: StepsDone) -> list[WorkerEffect]:
+        effects = real(self, event)
+        version = self.updates.committed[1]
+        return [
+            replace(one, message=replace(one.message, version=version)) if isinstance(one, SendToCoordinator) else one
+            for one in effects
+        ]
+
+    patch.setattr(WorkerMachine, "_generated", generated)
+
+
+def a_new_link_gets_tokens_before_its_request(patch: pytest.MonkeyPatch) -> None:
+    def expect(self: GenerationState[Any]) -> None:
+        """Nothing."""
+
+    patch.setattr(GenerationState, "expect", expect)
+
+
+def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -> None:
+    def begin_again(self: Generated) -> None:
+        del self.tokens[self.start :], self.logprobs[:]
+
+    patch.setattr(Generated, "begin_again", begin_again)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        the_last_token_before_a_loss_is_generated_twice,
+        credit_is_ignored,
+        a_request_that_is_sent_again_begins_at_position_0,
+        a_resumed_sequence_has_as_many_new_tokens_as_at_first,
+        a_resumed_sequence_forgets_how_many_tokens_it_must_have,
+        no_worker_is_told_of_a_cancel,
+        workers_go_on_with_what_is_stopped,
+        generations_outlive_their_link,
+        all_tokens_are_said_to_be_of_the_last_weights,
+        workers_label_tokens_with_what_they_heard_is_committed,
+        a_new_link_gets_tokens_before_its_request,
+        sequences_that_come_back_keep_their_spans_alone,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_planted_bug_in_generations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=seed % 2 == 1, generating=True))
