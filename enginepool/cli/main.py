@@ -17,6 +17,7 @@ from enginepool.cli.embed import embed
 from enginepool.cli.flush import flush
 from enginepool.cli.generate import generate
 from enginepool.cli.keys import keys as keys_command
+from enginepool.cli.logprobs import logprobs
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
 from enginepool.cli.score import score
@@ -41,6 +42,7 @@ app.command("keys")(keys_command)
 app.command()(score)
 app.command()(embed)
 app.command()(generate)
+app.command()(logprobs)
 app.command()(status)
 app.command()(restart)
 app.command()(flush)

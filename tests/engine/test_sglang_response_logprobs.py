@@ -91,6 +91,10 @@ def test_labels_are_answered_at_every_token_also_where_others_ask_for_none(engin
 def test_batches_of_logprobs_and_of_scores_that_meet_in_the_engine_are_right(
     engine: HostedEngine, model: LanguageModel
 ) -> None:
+    meet(engine, model)
+
+
+def meet(engine: HostedEngine, model: LanguageModel) -> None:
     rows = np.arange(60, dtype=np.int32)
     scored = RowPart(rows[:5], rows, np.full(12, 5, np.uint32), asked=Part([], labels=[1, 2], softmax=True))
     parts = [part(PROMPTS, RESPONSES), part(PROMPTS, RESPONSES, LABELS)]
@@ -106,6 +110,28 @@ def test_batches_of_logprobs_and_of_scores_that_meet_in_the_engine_are_right(
         else:
             assert isinstance(found, dict)
             np.testing.assert_allclose(found["scores"], alone.parts[0]["scores"], rtol=1e-4)
+
+
+@pytest.mark.every_version
+def test_a_forward_whose_vocabulary_is_computed_in_pieces_gives_the_same(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_LOGPROB_CHUNK_SIZE", "5")
+    engine = HostedEngine(str(model.folder), **BUDGETS).wait_until_started()
+    try:
+        parts = [
+            part(PROMPTS, RESPONSES),
+            part([3, 4, 5], RESPONSES, LABELS),
+            part([[7]], [[8]], [8]),
+            part(PROMPTS, RESPONSES),
+        ]
+        outcome = run(engine, *parts)
+        assert outcome.forwards == 1
+        for asked, found in zip(parts, outcome.parts, strict=True):
+            check(model, asked, found)
+        meet(engine, model)
+    finally:
+        engine.end()
 
 
 def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, model: LanguageModel) -> None:

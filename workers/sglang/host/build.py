@@ -23,6 +23,10 @@ from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
 from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damaged
 
+#: SGLang computes the vocabulary for log-probabilities of responses at so many tokens at a time. At 512 that takes no more
+#: memory than the last tokens of the rows in flight take in any forward; SGLang's own 2048 would take four times as much.
+PIECE_VARIABLE, PIECE_ROWS = "SGLANG_LOGPROB_CHUNK_SIZE", 512
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedEngine:
@@ -56,6 +60,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
             refuse_damaged(folder)
         except CheckpointError as error:
             raise SettingsError(str(error)) from None
+    os.environ.setdefault(PIECE_VARIABLE, str(PIECE_ROWS))
     try:
         device = _resolved(settings.device)
         if device == "cpu":
