@@ -71,7 +71,7 @@ def generate(
     ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="The logarithm of each token's probability, too.")] = False,
 ) -> dict[str, Any]:
-    """Continue a file of prompts through a running pool, behind the requests of others (--priority).
+    """Continue a file of prompts through a running pool.
 
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 

@@ -49,6 +49,7 @@ def test_every_command_has_help_with_examples() -> None:
         "keys",
         "score",
         "embed",
+        "generate",
         "logprobs",
         "status",
         "restart",
