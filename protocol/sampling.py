@@ -58,3 +58,10 @@ def check_sampling(s: Sampling) -> None:
     given = [name for name in GRAMMARS if getattr(s, name) is not None]
     if len(given) > 1:
         raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
+
+
+def is_constrained(s: Sampling) -> bool:
+    """Whether the next token depends on more than the tokens before it: on what a grammar or a penalty counts, or on a stop
+    string that has begun. Such a sequence is not continued exactly by another engine."""
+    penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
+    return bool(penalties or s.stop or s.stop_regex or any(getattr(s, name) is not None for name in GRAMMARS))

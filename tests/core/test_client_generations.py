@@ -292,6 +292,21 @@ def test_a_sequence_with_all_its_tokens_has_ended_though_its_end_was_lost() -> N
     assert driver.again()[0].ended == [SequenceEnd(0, "length")]
 
 
+@pytest.mark.parametrize("fields", [{"partial": True}, {"sampling": Sampling(max_new_tokens=8, stop=["a"])}])
+def test_a_sequence_that_no_other_coordinator_can_continue_exactly_is_interrupted_there(fields: dict[str, Any]) -> None:
+    driver = Streaming(n=3, **fields)
+    driver.tokens((0, 0, [1, 2]), (2, 0, [5]), ended=[(2, "stop", 5)])
+    driver.relink()
+    assert driver.again()[0].ended == [SequenceEnd(0, "interrupted"), SequenceEnd(2, "stop", 5)]
+    driver.tokens((0, 2, [3]))
+    assert driver.parts() == [(0, [3], None)], "this coordinator goes on"
+    driver.relink(8)
+    ends: list[End] = [(0, "interrupted", None), (1, "length", None), (2, "stop", 5)]
+    driver.finish(answer([], [9], [], starts=[3, 0, 1], ends=ends))
+    assert driver.parts() == [(0, [], "interrupted"), (1, [9], "length")]
+    assert driver.whole()[1] == [[1, 2, 3], [9], [5]]
+
+
 def test_a_stream_that_is_sent_again_counts_its_tokens_in_the_window() -> None:
     driver = Streaming()
     before = driver.session.calls.used_bytes

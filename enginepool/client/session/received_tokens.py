@@ -14,6 +14,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.generated import AnsweredSequence, read_generated, write_generated
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Run, SequenceEnd
+from enginepool.protocol.sampling import is_constrained
 
 
 class ReceivedSequence:
@@ -47,6 +48,7 @@ class ReceivedTokens:
         self._request = request
         self._frames = frames
         self._most = request.sampling.max_new_tokens
+        self._constrained = is_constrained(request.sampling)
         rows = request.frames[1].shape[0] * request.n
         starts = memoryview(frames[3]).cast("B").cast("I").tolist() if len(frames) == 4 else [0] * rows
         self.sequences = [ReceivedSequence(start) for start in starts]
@@ -129,12 +131,7 @@ class ReceivedTokens:
             parts += (brought[first : first + 4 * sequence.start], memoryview(sequence.tokens).cast("B"))
             first += 4 * sequence.start
         lengths = array("I", [sequence.start + len(sequence.tokens) for sequence in self.sequences])
-        ended = [
-            # Its end, which is on the way, says nothing more: it has all its tokens.
-            sequence.end or SequenceEnd(number, "length")
-            for number, (sequence, length) in enumerate(zip(self.sequences, lengths, strict=True))
-            if sequence.end is not None or length >= self._most
-        ]
+        ended = [end for number in range(len(lengths)) if (end := self._end(number, lengths[number])) is not None]
         specs = [
             *self._request.frames[:2],
             FrameSpec("output", "int32", (sum(lengths),)),
@@ -142,6 +139,16 @@ class ReceivedTokens:
         ]
         frames = (*self._frames[:2], b"".join(parts), lengths.tobytes())
         return msgspec.structs.replace(self._request, frames=specs, ended=ended), frames
+
+    def _end(self, number: int, length: int) -> SequenceEnd | None:
+        """The end of a sequence, as the request says it when it is sent again. None: it goes on."""
+        sequence = self.sequences[number]
+        if sequence.end is None and length >= self._most:
+            return SequenceEnd(number, "length")  # it has all its tokens; only its end was lost
+        if sequence.end is None and sequence.tokens and (self._request.partial or self._constrained):
+            # A coordinator that runs the sequence goes on with it. Another one could not do so exactly.
+            return SequenceEnd(number, "interrupted")
+        return sequence.end
 
     # --- the final answer ----------------------------------------------------------------------------------------------
 

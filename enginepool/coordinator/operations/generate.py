@@ -26,7 +26,7 @@ from enginepool.protocol.messages import (
     Tokenize,
 )
 from enginepool.protocol.ragged import ITEMS, bad, read_rows
-from enginepool.protocol.sampling import GRAMMARS, check_sampling
+from enginepool.protocol.sampling import GRAMMARS, check_sampling, is_constrained
 
 _SIGNATURE = signature(2)
 _OUTPUT = ("output", "output_lengths")
@@ -58,11 +58,8 @@ class GenerateWork(Work, frozen=True, gc=False):
 
     @property
     def constrained(self) -> bool:
-        """Whether the next token depends on more than the tokens before it: on what a grammar or a penalty counts, or on a stop
-        string that has begun. Such a sequence is not continued exactly by another engine."""
-        s = self.sampling
-        penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
-        return bool(penalties or s.stop or s.stop_regex or any(getattr(s, name) is not None for name in GRAMMARS))
+        """Another engine does not continue such a sequence exactly."""
+        return is_constrained(self.sampling)
 
 
 class GenerateOperation(Operation[GenerateWork]):
