@@ -57,6 +57,30 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
     asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
 
 
+def test_a_partial_rollout_that_a_killed_coordinator_interrupts_is_handed_in_again(
+    processes: Processes, tmp_path: Path
+) -> None:
+    daemon = generating(processes, tmp_path, options={"end_every": END_EVERY})
+    wanted, chances, reason = expected_output(prompt(1), Sampling(**GREEDY), sample=0, vocab=VOCAB)
+
+    async def main() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            stream = pool.stream(prompt(1), partial=True, logprobs=True, **GREEDY)
+            assert await stream.next_chunk() is not None
+            daemon.kill()
+            again = Daemon(processes, daemon.config)
+            partial = await stream.result()
+            [[one]] = partial
+            assert one.finish_reason == "interrupted" and one.token_ids.tolist() == wanted[: len(one.token_ids)]
+            [[whole]] = await pool.generate([prompt(1)], continue_from=partial, logprobs=True, **GREEDY)
+            assert whole.token_ids.tolist() == wanted and whole.finish_reason == reason
+            assert whole.logprobs is not None
+            np.testing.assert_allclose(whole.logprobs, chances, rtol=1e-5)
+        assert await asyncio.to_thread(again.end) == 0
+
+    asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
+
+
 def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
     daemon = generating(processes, tmp_path, options={"end_every": END_EVERY})
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
