@@ -37,13 +37,14 @@ def the_last_token_before_a_loss_is_generated_twice(patch: pytest.MonkeyPatch) -
 
 
 def credit_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = GenerationState.__init__
+    state: Any = GenerationState
+    real = state.__init__
 
     def init(self: GenerationState[Any], work: GenerateWork) -> None:
         real(self, work)
         self.credit = self.credit and 1 << 30
 
-    patch.setattr(GenerationState, "__init__", init)
+    patch.setattr(state, "__init__", init)
 
 
 def a_request_that_is_sent_again_begins_at_position_0(patch: pytest.MonkeyPatch) -> None:
