@@ -23,7 +23,7 @@ from enginepool.protocol.messages import (
     Tokens,
 )
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
-from tests.core.machines import EPOCH, failures
+from tests.core.machines import EPOCH, config, failures
 
 
 def started(pool: GeneratingPool) -> list[StartGeneration]:
@@ -458,3 +458,22 @@ def test_what_waits_of_a_suspect_runs_alone_also_if_nothing_came_back_from_the_l
     pool.worker("c", can=msgspec.structs.replace(CAN, inflight_rows=1, batch_rows=1))
     assert len(pool.tasks()) == 3
     assert pool.machine.core.groups["g"].trial is not None
+
+
+def test_a_worker_that_generates_has_time_also_for_what_is_the_oldest_only_now() -> None:
+    pool_config = config()
+    timing = msgspec.structs.replace(pool_config.timing, forward_s=2.0)
+    pool = GeneratingPool(msgspec.structs.replace(pool_config, timing=timing))
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    for number in (1, 2):
+        pool.submit(client, number, generate(3))
+    first, second = pool.tasks()
+    for at in range(4):
+        pool.wait(1.0)
+        pool.step(link, (first, 0, at, [1], ""), (second, 0, at, [1], ""))
+    pool.do(ev.CancelAsked(0, client, 1))
+    pool.wait(1.0)
+    assert pool.machine.core.worker_links, pool.logged
+    pool.wait(1.5)
+    assert not pool.machine.core.worker_links, "it generates no more"

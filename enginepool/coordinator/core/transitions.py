@@ -187,6 +187,11 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
     """A batch is done, lost or taken back."""
     worker = batch.worker
     del worker.batches[batch.id]
+    for oldest in worker.batches.values():
+        if oldest.slices[0][0].generation is not None and oldest.deadline < batch.deadline:
+            # Tokens give time to the oldest task alone: this one had none from those that came before it was that.
+            oldest.deadline, oldest.late = batch.deadline, batch.late
+        break
     worker.cost -= batch.cost
     worker.rows -= batch.rows
     if batch.trial:
