@@ -12,7 +12,7 @@ from enginepool.client.results import Floats, RequestTimings, RequestUsage, figu
 from enginepool.client.row_calls import RowCalls, RowOptions
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Logprobs, Result
+from enginepool.protocol.messages import MAX_PLACE_LABELS, Logprobs, Result
 
 #: What the wire calls the arguments of `logprobs`.
 _NAMES: Final = {"query": "prompts", "items": "responses", "labels": "label_token_ids", "timeout_ms": "timeout"}
@@ -63,7 +63,7 @@ class LogprobsCalls(RowCalls):
             prompts: token ids of each prompt, one for each response; or of one prompt for all responses. None is empty.
             responses: token ids of each response (also a two-dimensional array: a row each). None is empty.
             label_token_ids: tokens whose log-probabilities are wanted in the place of each token of a response as well, at most
-                4096. Default: None.
+                64. Default: None.
             group: may be left out where the pool has one group.
             priority, timeout, retry_busy, min_version: as in `score`.
 
@@ -78,7 +78,7 @@ class LogprobsCalls(RowCalls):
         Cancelling the task that awaits it takes the request back.
         """
         check_options("logprobs", options, LogprobsOptions)
-        labels = check_labels(options.get("label_token_ids"))
+        labels = check_labels(options.get("label_token_ids"), MAX_PLACE_LABELS)
         specs, frames = _encode(prompts, responses)
         request = Logprobs(id=0, frames=specs, labels=labels)
         lengths = np.frombuffer(frames[-1], np.uint32)

@@ -228,13 +228,13 @@ def _buffer(flat: Ids32) -> Buffer:
     return flat.tobytes() if flat.nbytes < _LARGE else flat.data.cast("B")
 
 
-def check_labels(labels: Any) -> list[int]:
-    """`label_token_ids` as the wire wants it; None is none."""
+def check_labels(labels: Any, most: int = MAX_LABELS) -> list[int]:
+    """`label_token_ids` as the wire wants it, at most so many; None is none."""
     if labels is None:
         return []
     found = _ids("label_token_ids", labels)
-    if len(found) > MAX_LABELS:
-        raise bad("label_token_ids", f"label_token_ids: {len(found)} ids; at most {MAX_LABELS}", str(MAX_LABELS))
+    if len(found) > most:
+        raise bad("label_token_ids", f"label_token_ids: {len(found)} ids; at most {most}", str(most))
     _no_negative("label_token_ids", found, None)
     return found.tolist()
 

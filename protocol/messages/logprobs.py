@@ -7,6 +7,9 @@ import msgspec
 
 from enginepool.protocol.basis import MAX_FRAMES, MAX_LABELS, FrameSpec, Message
 
+#: Labels of one request. An engine answers each of them at each token of a response, in objects of Python.
+MAX_PLACE_LABELS = 64
+
 
 class Logprobs(Message, tag="logprobs"):
     """The log-probability of each token of each response. Frames, in this order: `query`, (`query_lengths`), `items`,

@@ -11,7 +11,7 @@ from enginepool.coordinator.operations.logprobs import LOGPROBS
 from enginepool.coordinator.requests.memory import charge, request_bytes
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Logprobs, Result
+from enginepool.protocol.messages import MAX_PLACE_LABELS, Batch, Capabilities, FrameSpec, Logprobs, Result
 from tests.core.machines import CAN, Pool, codes, config, failures, results, work
 
 BOTH = msgspec.structs.replace(CAN, operations=("score", "logprobs"))
@@ -31,9 +31,9 @@ def asked(prompts: list[int] | int, responses: list[int], *, labels: list[int] |
     return LOGPROBS.open(Logprobs(1, specs, labels=labels or []), frames)
 
 
-def refused(prompts: list[int] | int, responses: list[int], **changes: list[int]) -> tuple[str, str, str]:
+def refused(prompts: list[int] | int, responses: list[int], labels: list[int] | None = None) -> tuple[str, str, str]:
     with pytest.raises(WireError) as wrong:
-        asked(prompts, responses, **changes)
+        asked(prompts, responses, labels=labels)
     assert wrong.value.message.startswith(f"{wrong.value.field}")
     return wrong.value.code, wrong.value.field, wrong.value.limit
 
@@ -46,6 +46,7 @@ def test_an_empty_prompt_or_response_is_refused_by_name() -> None:
     assert refused([1, 0], [1, 1]) == ("bad_request", "query[1]", "1")
     assert refused(2, [1, 0, 1]) == ("bad_request", "items[1]", "1")
     assert refused([2, 1], [0, 1]) == ("bad_request", "items[0]", "1")
+    assert refused(2, [1], labels=[3] * (MAX_PLACE_LABELS + 1)) == ("bad_request", "labels", str(MAX_PLACE_LABELS))
     assert refused(2, [1], labels=[3, -1]) == ("bad_request", "labels", str(2**31 - 1))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from enginepool import BlockingPool, LogprobsResult, Pool, errors
-from enginepool.protocol.messages import MAX_LABELS, FrameSpec
+from enginepool.protocol.messages import MAX_PLACE_LABELS, FrameSpec
 from tests.wire.fake_coordinator import FakeCoordinator
 
 
@@ -67,7 +67,7 @@ WRONG: list[tuple[Any, Any, dict[str, Any], str, str]] = [
     ([1], [[2, -2]], {}, "responses[0][1]", "0"),
     (None, [[2]], {}, "prompts", ""),
     ([1], [[2]], {"label_token_ids": [-1]}, "label_token_ids[0]", "0"),
-    ([1], [[2]], {"label_token_ids": [0] * (MAX_LABELS + 1)}, "label_token_ids", str(MAX_LABELS)),
+    ([1], [[2]], {"label_token_ids": [0] * (MAX_PLACE_LABELS + 1)}, "label_token_ids", str(MAX_PLACE_LABELS)),
     ([1], [[2]], {"priority": 1001}, "priority", "1000"),
 ]
 

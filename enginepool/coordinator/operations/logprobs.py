@@ -11,7 +11,7 @@ import numpy as np
 from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, refuse_length, signature
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Capabilities, Logprobs, Part, TaskId, Tokenize
+from enginepool.protocol.messages import MAX_PLACE_LABELS, Capabilities, Logprobs, Part, TaskId, Tokenize
 from enginepool.protocol.ragged import MAX_TOKENS, PAIRED, SHARED, bad, read_rows
 
 _SIGNATURE = signature(3)
@@ -25,6 +25,9 @@ class LogprobsOperation(Operation[Work]):
 
     def open(self, message: Logprobs, frames: Sequence[Buffer]) -> Work:
         labels, specs = message.labels, message.frames
+        if len(labels) > MAX_PLACE_LABELS:
+            most = str(MAX_PLACE_LABELS)
+            raise bad("labels", f"labels: {len(labels)} ids; at most {most} in a request for logprobs", most)
         for i, label in enumerate(labels):
             if not 0 <= label < MAX_TOKENS:
                 most = str(MAX_TOKENS - 1)
