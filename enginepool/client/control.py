@@ -13,7 +13,8 @@ class ControlCalls:
     async def flush(self, group: str = "", *, timeout: float | None = 120.0) -> ControlReport:  # noqa: ASYNC109
         """Have every worker of a group forget the prefixes that its engine keeps; needs the role `publisher`.
 
-        An engine does it between two batches. The report has a row for each worker: its name, and why it failed.
+        An engine does it between two batches. One that generates does it only while it is idle. The report has a row for each
+        worker: its name, and why it failed.
 
         Raises:
             UnknownGroup: there is no such group.
