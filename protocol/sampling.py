@@ -58,6 +58,10 @@ def check_sampling(s: Sampling) -> None:
     given = [name for name in GRAMMARS if getattr(s, name) is not None]
     if len(given) > 1:
         raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
+    if given and s.min_new_tokens:
+        # Where the text may end, and must not, no token is left: an engine would compute NaN.
+        text = f"sampling.min_new_tokens: {s.min_new_tokens} with {given[0]}, whose text may end before; 0"
+        raise bad("sampling.min_new_tokens", text, "0")
 
 
 def is_constrained(s: Sampling) -> bool:

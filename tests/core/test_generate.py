@@ -62,6 +62,12 @@ def test_two_grammars_a_wrong_bias_and_a_wrong_stop_id_are_refused() -> None:
         assert (refused.value.code, refused.value.field) == ("bad_request", field)
 
 
+def test_a_grammar_may_end_before_a_least_number_of_tokens() -> None:
+    with pytest.raises(WireError, match="min_new_tokens: 3 with ebnf, whose text may end before; 0") as refused:
+        generate(ebnf="root ::= a", min_new_tokens=3)
+    assert (refused.value.field, refused.value.limit) == ("sampling.min_new_tokens", "0")
+
+
 def test_a_parameter_that_does_not_exist_is_refused_by_name() -> None:
     with pytest.raises((TypeError, msgspec.ValidationError), match="temprature"):
         generate(temprature=1.0)

@@ -56,17 +56,13 @@ class Reference:
             return self._torch.softmax(logits[list(labels)], dim=-1).numpy()
         return self._torch.softmax(logits, dim=-1)[list(labels)].numpy()
 
-    def greedy(self, row: list[int], count: int) -> tuple[list[int], list[float]]:
-        """The tokens of the largest logits after `row`, one after the other, and their log-probabilities."""
-        tokens: list[int] = []
-        logprobs: list[float] = []
+    def following(self, row: Sequence[int], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Of each token after `row`: how far its logit is below the largest one, and its log-probability."""
         with self._torch.no_grad():
-            for _ in range(count):
-                logits = self._causal(self._torch.tensor([row + tokens])).logits[0, -1].double()
-                token = int(logits.argmax())
-                logprobs.append(float(self._torch.log_softmax(logits, dim=-1)[token]))
-                tokens.append(token)
-        return tokens, logprobs
+            logits = self._causal(self._torch.tensor([[*row, *tokens]])).logits[0, len(row) - 1 : -1].double()
+        chosen = self._torch.tensor(list(tokens))[:, None]
+        logprobs = self._torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
+        return (logits.max(dim=-1).values - logits.gather(1, chosen)[:, 0]).numpy(), logprobs.numpy()
 
     def rewards(self, row: list[int], softmax: bool) -> npt.NDArray[np.float64]:
         with self._torch.no_grad():

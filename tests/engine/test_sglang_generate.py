@@ -75,8 +75,8 @@ def refusal(engine: HostedEngine, asked: GenerationTask) -> str:
 
 def assert_greedy(reference: Reference, prompt: Sequence[int], found: Continued) -> None:
     """These are the tokens of the largest logits, one after the other, with their log-probabilities."""
-    tokens, logprobs = reference.greedy(list(prompt), len(found.tokens))
-    assert found.tokens == tokens
+    below, logprobs = reference.following(prompt, found.tokens)
+    assert below.max() < 1e-4
     if found.logprobs:
         np.testing.assert_allclose(found.logprobs, logprobs, rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,148 @@
+"""`pool.generate` and `pool.stream` on real engines: tokens are those of a direct computation, also when a worker dies and when
+weights change."""
+
+import asyncio
+import importlib
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from enginepool import Generation, Generations, Pool, WeightPublisher
+from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.errors import BadRequest, EngineFailed
+from tests.engine.forked import ForkedDaemon
+from tests.engine.reference import Models, Reference
+from tests.process.daemons import Daemon
+from tests.process.processes import Processes
+
+safetensors: Any = importlib.import_module("safetensors.torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+START_S = 300.0
+VOCAB = 512
+#: tokens of a stream that still runs when new weights arrive
+LONG = 3500
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Processes() as processes, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        group = GroupConfig(
+            model=str(models.causal),
+            workers=2,
+            device="cpu",
+            operations=["generate"],
+            options={"max_running_requests": 8, "constrained_json_disable_any_whitespace": True},
+        )
+        config = PoolConfig(
+            groups={"policy": group},
+            listen=f"ipc://{folder}/pool.sock",
+            state_dir=str(folder / "state"),
+            timing=Timing(silence_s=60.0),
+        )
+        daemon = ForkedDaemon(processes, config).listening()
+        patch.undo()
+        yield daemon
+
+
+def assert_greedy(reference: Reference, prompt: Sequence[int], found: Generation) -> None:
+    below, logprobs = reference.following(prompt, found.token_ids.tolist())
+    assert below.max() < 1e-4
+    if found.logprobs is not None:
+        np.testing.assert_allclose(found.logprobs, logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_are_right_also_when_a_worker_dies(daemon: Daemon, reference: Reference) -> None:
+    chance = random.Random(5)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 30))] for _ in range(24)]
+
+    async def scenario() -> tuple[list[Generations], list[int]]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(START_S)
+            calls = [
+                asyncio.ensure_future(pool.generate(prompts[i : i + 3], n=2, max_new_tokens=60, logprobs=True, **GREEDY))
+                for i in range(0, 24, 3)
+            ]
+            stream = pool.stream(prompts[0], max_new_tokens=200, **GREEDY)
+            streamed: list[int] = []
+            async for chunk in stream:
+                if not streamed:
+                    victim = next(w for w in (await pool.status()).groups[0].workers if w.stage == "ready")
+                    psutil.Process(victim.pid).send_signal(signal.SIGKILL)
+                streamed += chunk.token_ids.tolist()
+            return [*(await asyncio.gather(*calls)), await stream.result()], streamed
+
+    *results, last = (found := asyncio.run(scenario()))[0]
+    groups = [samples for result in results for samples in result]
+    assert len(groups) == len(prompts)
+    for prompt, samples in zip(prompts, groups, strict=True):
+        for sample in samples:
+            assert (len(sample.token_ids), sample.finish_reason) == (60, "length")
+            assert_greedy(reference, prompt, sample)
+    assert last[0][0].token_ids.tolist() == found[1]
+    assert len(found[1]) == 200
+    assert_greedy(reference, prompts[0], last[0][0])
+
+
+def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
+    daemon: Daemon, models: Models, reference: Reference
+) -> None:
+    own: dict[str, Any] = safetensors.load_file(str(models.causal / "model.safetensors"))
+    torch: Any = importlib.import_module("torch")
+    generator = torch.Generator().manual_seed(3)
+    new = {name: torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5 for name, tensor in own.items()}
+    prompts = [[7, 8, 9, i] for i in range(4)]
+
+    async def one(pool: Pool, prompt: list[int], begun: asyncio.Event) -> Generation:
+        stream = pool.stream(prompt, max_new_tokens=LONG, **GREEDY)
+        async for _ in stream:
+            begun.set()
+        return (await stream.result())[0][0]
+
+    async def scenario() -> list[Generation]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(START_S)
+            begun = [asyncio.Event() for _ in prompts]
+            streams = [asyncio.ensure_future(one(pool, prompt, each)) for prompt, each in zip(prompts, begun, strict=True)]
+            async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
+                for each in begun:
+                    await each.wait()
+                await publisher.publish(new, 1)
+            return await asyncio.gather(*streams)
+
+    results = asyncio.run(scenario())
+    assert any(len(found.spans) == 2 for found in results)
+    for prompt, found in zip(prompts, results, strict=True):
+        assert [version for version, _ in found.spans] == [0, 1][: len(found.spans)]
+        before, tokens = found.spans[0][1], found.token_ids.tolist()
+        assert before > 0 and len(tokens) == sum(count for _, count in found.spans) == LONG
+        assert reference.following(prompt, tokens[:before])[0].max() < 1e-4
+        if before < LONG:
+            with reference.holding(new):
+                assert reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
+
+
+def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> None:
+    async def scenario() -> Generations:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):
+            await pool.ready(START_S)
+            with pytest.raises(BadRequest, match="score is not an operation of this group"):
+                await pool.score([1], [[2]], label_token_ids=[3])
+            with pytest.raises(BadRequest, match="min_new_tokens: 3 with regex"):
+                await pool.generate([[1]], regex="a+", min_new_tokens=3)
+            with pytest.raises(EngineFailed, match=r"the engine aborted the sequence: .*regex"):
+                await pool.generate([[1]], regex="(a")
+            return await pool.generate("Choose:", n=2, regex="(yes|no)", max_new_tokens=20)
+
+    for sample in asyncio.run(scenario())[0]:
+        assert sample.finish_reason == "stop"
+        assert reference.tokenizer.decode(sample.token_ids, skip_special_tokens=True) in ("yes", "no")
