@@ -193,10 +193,9 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
     if len(one.token_ids) > most:
         raise bad(where, f"{where}: {len(one.token_ids)} tokens; at most max_new_tokens = {most}", str(most))
     if request.logprobs and chances is not None:
-        if not isinstance(chances, np.ndarray) or cast("npt.NDArray[Any]", chances).dtype != np.float32:
-            raise bad(f"{where}.logprobs", f"{where}.logprobs: must be an array float32 [tokens], or None")
-        if cast("npt.NDArray[Any]", chances).shape != one.token_ids.shape:
-            text = f"{where}.logprobs: expected {len(one.token_ids)} (one per token), got shape {list(np.shape(chances))}"
+        found = cast("npt.NDArray[Any] | None", chances) if isinstance(chances, np.ndarray) else None
+        if found is None or found.dtype != np.float32 or found.shape != one.token_ids.shape:
+            text = f"{where}.logprobs: must be None, or an array float32 [{len(one.token_ids)}], one per token"
             raise bad(f"{where}.logprobs", text)
     if not isinstance(cast("object", one.matched), int | str | None):
         raise bad(f"{where}.matched", f"{where}.matched: {kind(one.matched)}; a token id, a text, or None")
