@@ -118,12 +118,15 @@ class WorkerReports:
         self.requests.outcome(batch, e)
 
     def generated(self, e: ev.TokensGenerated) -> None:
-        """A worker generated tokens: it makes progress, and so the oldest of its tasks has more time."""
+        """A worker generated tokens. Those of its tasks are progress, which gives the oldest of its tasks more time."""
         worker = self.workers.of(e.link)
         if worker is None:
             return
+        progress = any((e.epoch, step.task) in worker.batches and (step.count or step.reason) for step in e.steps)
         if wrong := streams.generated(self.requests, worker, e):
             self.workers.lose(worker, wrong, kill=True)
+            return
+        if not progress:
             return
         for oldest in worker.batches.values():
             allowed = self.core.config.timing.forward_s
