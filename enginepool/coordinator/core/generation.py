@@ -61,7 +61,7 @@ class Sequence:
 class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
-    __slots__ = ("behind", "blocks", "credit", "expected", "losses", "sent", "sequences", "taken", "tasks")
+    __slots__ = ("behind", "blocks", "credit", "expected", "losses", "lost_with", "sent", "sequences", "taken", "tasks")
 
     def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
@@ -73,8 +73,9 @@ class GenerationState(Generic[T]):
         self.tasks: dict[TaskId, T] = {}
         #: of the prompt whose sequences are next: its number, and its blocks (`prefix_affinity.py`)
         self.blocks: tuple[int, list[int]] = (-1, [])
-        #: how often a worker was lost with it
+        #: workers that were lost with it, and the latest of them
         self.losses = 0
+        self.lost_with: object = None
         #: sequences of a stream whose client has not been sent all, tokens or end; in the order in which it is sent them
         self.behind: dict[int, None] = {}
         #: tokens that were sent, and that the client has taken, since it last sent the request; 0 <= sent - taken <= credit

@@ -112,6 +112,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
         return f"it generated a token id that is outside 0..{can.vocab - 1}"  # which would go to other engines as a prompt
     finished: list[Request] = []
     failed: list[tuple[Request, str]] = []
+    more: dict[Request, None] = {}
     tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
     wrong = ""
     for step in e.steps:
@@ -121,7 +122,9 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             continue  # it was taken back meanwhile
         request, start, stop = batch.slices[0]
         state, work = request.generation, request.work
-        assert state is not None and isinstance(work, GenerateWork)
+        if state is None or not isinstance(work, GenerateWork):
+            wrong = f"it generated for the batch of rows {step.task}"
+            break
         place = start + step.sequence
         if not start <= place < stop:
             wrong = f"it generated sequence {step.sequence} of {stop - start}"
@@ -140,6 +143,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
                 out.run(request, Run(request.id, place, step.at, step.count, e.version), part, chances)
             elif work.stream:
                 state.behind[place] = None
+                if state.sent < state.taken + state.credit:
+                    more[request] = None
         if step.reason == "error":
             failed.append((request, str(step.matched)))
         elif step.reason:
@@ -150,6 +155,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             if not request.left:
                 finished.append(request)
     out.send(core)
+    for request in more:
+        flush(core, request)  # some of its tokens
     for request, why in failed:
         if request.state != DONE:
             requests.fail(request, "engine_error", why)
@@ -254,8 +261,9 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
     for first, end in ranges:
         for place in range(first, end):
             _interrupt(request, work, state, place)
-    if lost:
-        state.losses += 1
+    if lost and state.lost_with is not batch.worker:
+        # Once for all tasks that the worker had of it.
+        state.losses, state.lost_with = state.losses + 1, batch.worker
         request.suspect = request.suspect or state.losses >= LOSSES
     ranges = state.unfinished(start, stop)
     request.left -= count - sum(end - first for first, end in ranges)
@@ -270,8 +278,13 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
 
 def _interrupt(request: Request, work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
     sequence = state.sequences[place]
-    new = len(sequence.tokens) - sequence.start
-    if new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
+    has = len(sequence.tokens)
+    new = has - sequence.start
+    if has == work.sampling.max_new_tokens:
+        sequence.end = SequenceEnd(place, "length")
+        if work.stream:
+            state.behind[place] = None
+    elif new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
         sequence.end = SequenceEnd(place, "interrupted")
         if work.stream:
             state.behind[place] = None

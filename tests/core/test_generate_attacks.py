@@ -1,0 +1,84 @@
+"""Requests to generate in the coordinator: hostile clients, broken workers, and what the innocent lose by them."""
+
+import msgspec
+
+from enginepool.coordinator.core import events as ev
+from enginepool.protocol.messages import SequenceEnd, Step
+from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
+from tests.core.machines import EPOCH, work
+
+MIXED = msgspec.structs.replace(CAN, operations=("generate", "score"))
+
+
+# --- workers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_of_many_prompts_is_no_suspect_after_the_loss_of_one_worker() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("a", can=CAN)
+    pool.submit(pool.client(), 1, generate(3, 4, 5))
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    pool.worker("b", can=CAN)
+    assert len(pool.tasks()) == 6, "its prompts run together again"
+    assert pool.machine.core.groups["g"].trial is None
+
+
+def test_a_worker_that_generates_for_a_batch_of_rows_is_lost() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("a", can=MIXED)
+    pool.submit(pool.client(), 1, work(1, 3))
+    counter = pool.batches[0].message.batch[1]  # pyright: ignore[reportAttributeAccessIssue]
+    pool.do(ev.TokensGenerated(0, link, EPOCH, 0, [Step(counter, 0, 0, 0)], memoryview(b""), memoryview(b"")))
+    assert link not in pool.machine.core.worker_links
+
+
+def test_a_worker_outlives_the_cancel_of_a_task_that_ran_for_long() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3))
+    pool.submit(client, 2, generate(3))
+    first, second = pool.tasks()
+    for at in range(7):
+        for _ in range(8):
+            pool.do(ev.WorkerHeard(0, link))
+            pool.do(ev.Heard(0, client))
+            pool.wait(1.0)
+        pool.step(link, (first, 0, at, [1], ""), (second, 0, at, [1], ""))
+    pool.do(ev.CancelAsked(0, client, 1))
+    pool.wait(0.3)
+    assert link in pool.machine.core.worker_links
+    assert pool.machine.core.worker_links[link].open
+
+
+def test_tokens_that_exceed_the_credit_are_sent_as_far_as_it_goes() -> None:
+    pool = GeneratingPool()
+    link = pool.worker(can=CAN)
+    client = pool.client()
+    pool.submit(client, 1, generate(3, stream=True, credit=2))
+    [task] = pool.tasks()
+    assert streamed(pool.step(link, (task, 0, 0, [1, 2, 3], ""))) == [(1, 0, 0, 0, [1, 2])]
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 2))) == [(1, 0, 2, 0, [3])]
+
+
+def test_a_sequence_that_has_all_its_tokens_has_ended_if_its_worker_is_lost_before_it_says_so() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("a", can=CAN)
+    pool.submit(pool.client(), 1, generate(3, stream=True, max_new_tokens=2))
+    pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""))
+    sent = pool.do(ev.WorkerBroken(0, link, "it broke"))
+    message, rows = outputs(sent)[1]
+    assert rows == [[1, 2]] and message.ended == [SequenceEnd(0, "length")]
+
+
+def test_a_worker_that_sends_progress_without_tokens_of_its_tasks_has_no_more_time() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("a", can=CAN)
+    client = pool.client()
+    pool.submit(client, 1, generate(3))
+    for at in range(40):
+        pool.do(ev.Heard(0, client))
+        steps = [Step(1 << 40, 0, 0, 0)] if at % 2 else []
+        pool.do(ev.TokensGenerated(0, link, EPOCH, 0, steps, memoryview(b""), memoryview(b"")))
+        pool.wait(1.0)
+    assert link not in pool.machine.core.worker_links
