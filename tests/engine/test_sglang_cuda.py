@@ -55,6 +55,35 @@ def test_scores_equal_a_direct_computation(engine: HostedEngine, reference: Refe
                 np.testing.assert_allclose(scored["hidden"], hidden, rtol=0, atol=BFLOAT16)
 
 
+def test_logprobs_equal_a_direct_computation_next_to_scores(engine: HostedEngine, reference: Reference) -> None:
+    """The vocabulary of a full batch is computed in several pieces."""
+    can = declared(engine)
+    if can.kind != "causal":
+        assert can.operations == ("score",)
+        return
+    chance = random.Random(22)
+    batches: list[RowBatch] = []
+    for i in range(12):
+        longest = chance.choice([1, 40, 200])
+        rows = [
+            ([chance.randrange(VOCAB) for _ in range(chance.randint(1, 50))], [chance.randrange(VOCAB) for _ in range(longest)])
+            for _ in range(8)
+        ]
+        labels = [chance.randrange(VOCAB)] if i % 3 == 0 else []
+        part = part_of(rows, shared=i % 2 == 0, operation="logprobs", columns=longest, labels=labels)
+        batches += [RowBatch((part,), operation="logprobs"), random_batch(chance, can)]
+    for batch, outcome in zip(batches, whole(engine.score(*batches, at_once=2)), strict=True):
+        if batch.operation == "score":
+            continue
+        [part], [found] = batch.parts, outcome.parts
+        assert isinstance(found, dict)
+        for row, length, values in zip(part.prompts(), part.item_lengths.tolist(), found["logprobs"], strict=True):
+            for at in {0, length // 2, length - 1}:
+                end = len(row) - length + at
+                [expected] = np.log(reference.label_scores(row[:end], row[end : end + 1], False))
+                assert abs(values[at] - expected) < BFLOAT16
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_full_batches_that_wait_together_take_one_forward_each(engine: HostedEngine, rows: int) -> None:
     whole(engine.score(*(full_batch(declared(engine), rows, seed) for seed in range(40)), at_once=2))
