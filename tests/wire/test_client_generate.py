@@ -80,17 +80,22 @@ def test_every_sampling_parameter_travels_by_its_own_name(coordinator: Generatin
         "min_p": 0.25,
         "frequency_penalty": 1, "presence_penalty": -1.5, "repetition_penalty": 1.25, "stop": "\n\n", "stop_token_ids": (7, 8),
         "stop_regex": ["[0-9]+"], "ignore_eos": True, "logit_bias": {5: -1, "6": np.float64(2.5)}, "sampling_seed": 3,
-        "json_schema": '{"type": "object"}', "regex": None, "ebnf": None, "structural_tag": None,
+        "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None,
     }  # fmt: skip
     assert given.keys() == set(Sampling.__struct_fields__) <= GenerateOptions.__annotations__.keys()
     generate(coordinator, ["a"], group="g", priority=-3, timeout=30, min_version=4, partial=True, **given)
     [sent] = coordinator.asked
     assert sent.sampling == Sampling(
         4, 1, 0.0, 0.5, 5, 0.25, 1.0, -1.5, 1.25, ["\n\n"], [7, 8], ["[0-9]+"], True, {"5": -1.0, "6": 2.5}, 3,
-        '{"type": "object"}',
     )  # fmt: skip
     assert (sent.group, sent.priority, sent.min_version, sent.partial) == ("g", -3, 4, True)
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
+
+
+@pytest.mark.parametrize("grammar", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_a_grammar_travels_by_its_own_name(coordinator: GeneratingCoordinator, grammar: str) -> None:
+    generate(coordinator, ["a"], **{grammar: "{}"})
+    assert coordinator.asked[0].sampling == Sampling(**{grammar: "{}"})  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_not_said_has_the_defaults_of_the_protocol(coordinator: GeneratingCoordinator) -> None:
@@ -285,7 +290,7 @@ def test_a_reader_gives_credit_as_it_reads_and_one_that_does_not_read_gives_none
         return seen
 
     assert ask(coordinator, take) == list(range(20))
-    assert coordinator.credits == list(range(2, 20, 2))[: len(coordinator.credits)]
+    assert coordinator.credits == list(range(2, 22, 2))[: len(coordinator.credits)]
     assert coordinator.credits[-1] >= 16
 
 
