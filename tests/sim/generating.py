@@ -9,7 +9,7 @@ from tests.sim.scores import rows_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, Call
 
 #: one token in so many is the end of a text
-END_EVERY = 40
+END_EVERY = 20
 
 
 class GenerationMix:
@@ -123,7 +123,7 @@ def generate_instead(random: Random, call: Call, can: Capabilities, mix: Generat
 def _sampling(random: Random, most: int, vocab: int, mix: GenerationMix) -> Sampling:
     return Sampling(
         max_new_tokens=most,
-        min_new_tokens=random.choice((0, 0, most // 2)),
+        min_new_tokens=random.choice((0, most // 2, most)),
         temperature=random.choice((0.0, 1.0)),
         frequency_penalty=0.5 if random.random() < mix.penalty else 0.0,
         stop_token_ids=[random.randrange(20, vocab) for _ in range(random.choice((0, 0, 3)))],

@@ -209,7 +209,7 @@ class Plan:
     def _generate(self, random: Random) -> None:
         """Let plain workers generate as well, in few slots, and most calls ask for that."""
         self.generate = GenerationMix(random)
-        self.step_s = random.choice((0.005, 0.02, 0.08))
+        self.step_s = random.choice((0.005, 0.02, 0.08, 0.2))
         self.calls = random.randint(10, 40)
         for name, can in self.capabilities.items():
             if name in self.packed:

@@ -35,7 +35,7 @@ SHOWN_BY = {
     "a_command_has_no_time_limit": 363,
     "a_restarted_worker_answers_before_the_commit": 62,
     "requests_of_one_class_are_not_listed": 306,
-    "generations_outlive_their_link": 206,
+    "generations_outlive_their_link": 176,
     "lanes_are_not_built_anew_where_classes_change": 156,
 }
 

@@ -65,6 +65,7 @@ class Watch:
         due = self._turns % self._check_every == 0
         core = self.machine.core
         new: list[RunningBatch] = []
+        tasks: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
         for effect in effects:
             if type(effect) is ToClient:
@@ -81,6 +82,8 @@ class Watch:
                 header = len(encode_header(message))
                 assert header <= core.header_bytes + 150 or len(message.parts) == 1, f"a header of {header} bytes"
                 new.append(core.worker_links[effect.link].batches[message.batch])
+            elif type(message) is m.StartGeneration and message.task in core.worker_links[effect.link].batches:
+                tasks.append(core.worker_links[effect.link].batches[message.task])
         self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
@@ -88,8 +91,9 @@ class Watch:
             mine = [batch for batch in new if batch.worker.group is group]
             if self.fair:
                 self._shares.after(group, mine)
-            if mine and not group.on_hold:
-                self._in_order(group, mine)
+            started = [task for task in tasks if task.worker.group is group]
+            if (mine or started) and not group.on_hold:
+                self._in_order(group, mine + started)
             if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
@@ -100,7 +104,7 @@ class Watch:
                 self._phases[group.name] = phase
                 self._members(group, update)
             assert group.on_hold == (core.keep_workers or (update is not None and update.holds_group)), group.name
-        for batch in new:
+        for batch in new + tasks:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
             assert update is None or not update.loading, f"{batch} was sent during a hand-over"
