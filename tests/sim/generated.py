@@ -110,16 +110,19 @@ def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answer
     wrong = ""
     for sample in samples:
         expected = SimSequence(prompt + brought, sampling, sample, VOCAB, END_EVERY)
-        wrong = _differs(expected, contents, allowed, sequence)
+        wrong = _differs(expected, contents, allowed, sequence, has if generating.constrained else 0)
         if not wrong:
             return
     raise AssertionError(f"{told}: {wrong}; committed: {of_version}, from number {call.floor} on")
 
 
-def _differs(expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered) -> str:
+def _differs(
+    expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered, began: int
+) -> str:
     """How a sequence differs from what weights with these contents generate, or "".
 
-    `allowed`: of each token, the numbers of the weights that may have computed it; later tokens are of later ones."""
+    `allowed`: of each token, the numbers of the weights that may have computed it; later tokens are of later ones. `began`: the
+    position at which its engine began, if that matters."""
     reason, matched, latest = "", None, 0
     chances = array("f", sequence.logprobs)
     for at, (token, numbers) in enumerate(zip(array("i", sequence.tokens), allowed, strict=True)):
@@ -127,7 +130,7 @@ def _differs(expected: SimSequence, contents: Sequence[int], allowed: Sequence[S
             return f"more after token {at}, which ends it"
         for latest in (number for number in numbers if number >= latest):
             then = copy(expected)
-            drawn = then.next(SimWeights(contents[latest]))
+            drawn = then.next(SimWeights(contents[latest], began))
             if drawn.token == token and (not chances or array("f", [drawn.logprob])[0] == chances[at]):
                 break
         else:

@@ -20,7 +20,7 @@ class GenerationMix:
         self.stream = random.choice((0.3, 0.7, 1.0))
         self.slow = random.choice((0.0, 0.2, 0.6))
         self.partial = random.choice((0.0, 0.1, 0.4))
-        self.penalty = random.choice((0.0, 0.0, 0.2))
+        self.penalty = random.choice((0.0, 0.2, 0.5))
         self.brought = random.choice((0.0, 0.2))
 
 

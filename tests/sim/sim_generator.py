@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 class SimGeneration:
     """A task inside an engine."""
 
-    __slots__ = ("at", "id", "logprobs", "new", "poisoned", "prompt", "refused", "sequences", "stopped")
+    __slots__ = ("at", "began", "id", "logprobs", "new", "poisoned", "prompt", "refused", "sequences", "stopped")
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
         message = run.message
         self.id = message.task
         self.prompt = bytes(run.frames[0])
         self.logprobs = message.logprobs
+        #: where it began, if what the engine counted before matters: what it generates then is not what it would have been
+        self.began = message.at if message.sampling.frequency_penalty else 0
         sampling = message.sampling
         self.new = sampling.max_new_tokens
         self.sequences = {i: SimSequence(self.prompt, sampling, i, vocab, END_EVERY) for i in range(message.n)}
@@ -158,7 +160,7 @@ class SimGenerator:
         logprobs: list[float] = []
         at, reason, matched = task.at[i], "", None
         for _ in range(3 if self._engine.world.chance(0.05) else 1):
-            drawn = task.sequences[i].next(weights)
+            drawn = task.sequences[i].next(weights._replace(version=task.began))
             tokens.append(drawn.token)
             logprobs.append(drawn.logprob)
             reason = drawn.reason

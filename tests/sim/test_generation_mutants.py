@@ -77,6 +77,10 @@ def a_resumed_sequence_forgets_how_many_tokens_it_must_have(patch: pytest.Monkey
     patch.setattr(batches, "start_message", start_message)
 
 
+def what_an_engine_counted_is_forgotten_with_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GenerateWork, "constrained", False)
+
+
 def no_worker_is_told_of_a_cancel(patch: pytest.MonkeyPatch) -> None:
     def stop_tasks(core: Any, tasks: Any) -> None:
         """Nothing."""
@@ -145,6 +149,7 @@ def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -
         a_request_that_is_sent_again_begins_at_position_0,
         a_resumed_sequence_has_as_many_new_tokens_as_at_first,
         a_resumed_sequence_forgets_how_many_tokens_it_must_have,
+        what_an_engine_counted_is_forgotten_with_it,
         no_worker_is_told_of_a_cancel,
         workers_go_on_with_what_is_stopped,
         generations_outlive_their_link,
