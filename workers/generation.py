@@ -90,7 +90,7 @@ class RunningGeneration:
         at, count, matched = self._at[sequence], len(tokens), new.matched
         self._at[sequence] = _ENDED if new.reason else at + count
         if isinstance(matched, str):
-            matched = matched[:MAX_MATCHED]
+            matched = _cut(matched)
         epoch, counter = self.task
         self._out.add(epoch, Step(counter, sequence, at, count, new.reason, matched), tokens, new.logprobs)
 
@@ -99,8 +99,13 @@ class RunningGeneration:
         for sequence, at in enumerate(self._at):
             if at != _ENDED:
                 epoch, counter = self.task
-                self._out.add(epoch, Step(counter, sequence, at, 0, "error", " ".join(why.split())[:MAX_MATCHED]), (), ())
+                self._out.add(epoch, Step(counter, sequence, at, 0, "error", _cut(" ".join(why.split()))), (), ())
                 return
+
+
+def _cut(text: str) -> str:
+    """As many of its characters as `matched` has room for."""
+    return text.encode(errors="replace")[:MAX_MATCHED].decode(errors="ignore")
 
 
 class GenerationRunner:

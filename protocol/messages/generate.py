@@ -13,7 +13,7 @@ MAX_SEQUENCES = 4096
 MAX_NEW_TOKENS = 1 << 20
 #: Stop strings, stop ids, or biases of one request; characters of a stop string or a pattern; bytes of a grammar.
 MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
-#: Characters of `matched`, which is cut.
+#: UTF-8 bytes of `matched`, which is cut: an answer has one for each sequence in its header.
 MAX_MATCHED = 128
 #: Tokens of a stream that a client may leave unread.
 MAX_CREDIT, DEFAULT_CREDIT = 65_536, 1024
@@ -88,8 +88,11 @@ class Generate(Message, tag="generate"):
 
     @property
     def values(self) -> int:
-        """Numbers in its header that can be many."""
-        return len(self.sampling.stop_token_ids)
+        """What its header holds that can be much, in numbers: a text counts by its length."""
+        s = self.sampling
+        texts = [*s.stop, *s.stop_regex, *(end.matched for end in self.ended), s.json_schema, s.regex, s.ebnf, s.structural_tag]
+        numbers = len(s.stop_token_ids) + 4 * len(s.logit_bias)
+        return numbers + sum(2 + len(text) // 10 for text in texts if isinstance(text, str))
 
     @property
     def columns(self) -> int:

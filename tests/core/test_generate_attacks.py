@@ -1,9 +1,14 @@
 """Requests to generate in the coordinator: hostile clients, broken workers, and what the innocent lose by them."""
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from enginepool.coordinator.core import events as ev
-from enginepool.protocol.messages import SequenceEnd, Step
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_MATCHED, MAX_SEQUENCES, Batch, SequenceEnd, Step
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import EPOCH, work
 
@@ -27,8 +32,9 @@ def test_a_worker_that_generates_for_a_batch_of_rows_is_lost() -> None:
     pool = GeneratingPool()
     link = pool.worker("a", can=MIXED)
     pool.submit(pool.client(), 1, work(1, 3))
-    counter = pool.batches[0].message.batch[1]  # pyright: ignore[reportAttributeAccessIssue]
-    pool.do(ev.TokensGenerated(0, link, EPOCH, 0, [Step(counter, 0, 0, 0)], memoryview(b""), memoryview(b"")))
+    batch = pool.batches[0].message
+    assert isinstance(batch, Batch)
+    pool.do(ev.TokensGenerated(0, link, EPOCH, 0, [Step(batch.batch[1], 0, 0, 0)], memoryview(b""), memoryview(b"")))
     assert link not in pool.machine.core.worker_links
 
 
@@ -82,3 +88,37 @@ def test_a_worker_that_sends_progress_without_tokens_of_its_tasks_has_no_more_ti
         pool.do(ev.TokensGenerated(0, link, EPOCH, 0, steps, memoryview(b""), memoryview(b"")))
         pool.wait(1.0)
     assert link not in pool.machine.core.worker_links
+
+
+# --- clients ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"stop": ["𐍈" * 1000] * 200},
+        {"stop_regex": ["a"] * 256},
+        {"json_schema": "𐍈" * 65_000},
+        {"logit_bias": {str(token): 1.0 for token in range(256)}},
+    ],
+)
+def test_a_request_counts_the_text_of_its_header(sampling: dict[str, Any]) -> None:
+    plain, long = generate(3), generate(3, **sampling)
+    assert plain.charge is not None and long.charge is not None
+    header = len(msgspec.msgpack.encode(long.sampling))
+    assert long.charge[1] - plain.charge[1] >= header
+    assert long.charge[0] == plain.charge[0]
+
+
+def test_an_answer_of_all_sequences_with_the_longest_match_fits_its_header() -> None:
+    matched = "é" * (MAX_MATCHED // 2)
+    ended = [SequenceEnd(i, "interrupted", matched) for i in range(MAX_SEQUENCES)]
+    pool = GeneratingPool()
+    output = [[1]] * MAX_SEQUENCES
+    sent = pool.submit(pool.client(), 1, generate(1, n=MAX_SEQUENCES, stream=True, output=output, ended=ended))
+    assert len(encode_header(outputs(sent)[1][0])) < MAX_HEADER_BYTES
+
+
+def test_a_match_that_is_too_long_is_refused() -> None:
+    with pytest.raises(WireError, match="128"):
+        generate(3, output=[[1]], ended=[SequenceEnd(0, "stop", "é" * MAX_MATCHED)])

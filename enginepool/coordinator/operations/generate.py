@@ -15,6 +15,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.messages import (
     MAX_CREDIT,
+    MAX_MATCHED,
     MAX_SEQUENCES,
     Capabilities,
     FrameSpec,
@@ -163,6 +164,9 @@ def _check_ended(ended: Sequence[SequenceEnd], output: tuple[Buffer, ...], rows:
             raise bad(
                 f"ended[{at}]", f"ended[{at}]: sequence {end.sequence}; each of 0..{rows - 1} once at most", str(rows - 1)
             )
+        if isinstance(end.matched, str) and (size := len(end.matched.encode())) > MAX_MATCHED:
+            text = f"ended[{at}]: matched has {size} bytes; at most {MAX_MATCHED}"
+            raise bad(f"ended[{at}]", text, str(MAX_MATCHED))
         known.add(end.sequence)
     lengths = np.frombuffer(output[1], np.uint32) if output else np.zeros(0, np.uint32)
     for sequence in np.flatnonzero(lengths >= most).tolist():

@@ -197,8 +197,8 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     for step in progress.steps:
         if step.count < 0:
             raise WireError("malformed", f"steps: count {step.count} is negative", field="steps")
-        if isinstance(step.matched, str) and len(step.matched) > m.MAX_MATCHED:
-            text = f"steps: matched has {len(step.matched)} characters; at most {m.MAX_MATCHED}"
+        if isinstance(step.matched, str) and (size := len(step.matched.encode())) > m.MAX_MATCHED:
+            text = f"steps: matched has {size} bytes; at most {m.MAX_MATCHED}"
             raise WireError("malformed", text, field="steps")
         total += step.count
     found = [(spec.name, spec.dtype, spec.shape) for spec in progress.frames]
