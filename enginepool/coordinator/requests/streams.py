@@ -110,9 +110,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     can = worker.capabilities
     if can is not None and e.largest >= can.vocab:
         return f"it generated a token id that is outside 0..{can.vocab - 1}"  # which would go to other engines as a prompt
-    finished: list[Request] = []
+    finished, more = list[Request](), dict[Request, None]()
     failed: list[tuple[Request, str]] = []
-    more: dict[Request, None] = {}
     tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
     wrong = ""
     for step in e.steps:
@@ -160,9 +159,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     for request, why in failed:
         if request.state != DONE:
             requests.fail(request, "engine_error", why)
-    for request in finished:
-        if request.state != DONE:
-            answer(requests, request)
+    for request in (request for request in finished if request.state != DONE):
+        answer(requests, request)
     return wrong
 
 
