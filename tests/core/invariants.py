@@ -27,9 +27,9 @@ from enginepool.coordinator.scheduling.cost_model import (
     ROW_S,
     ForwardCostModel,
 )
+from enginepool.coordinator.scheduling.generation_slots import place
 from enginepool.coordinator.scheduling.lanes import AWAY
 from enginepool.coordinator.scheduling.queue import Queue
-from enginepool.coordinator.scheduling.streams import place
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import JOURNAL, PHASES, RESTART, Update

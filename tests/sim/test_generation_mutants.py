@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from enginepool.coordinator.core.generation import GenerationState
-from enginepool.coordinator.core.generation import Sequence as Generated
+from enginepool.coordinator.core.generation_state import GenerationState
+from enginepool.coordinator.core.generation_state import Sequence as Generated
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests import streams
+from enginepool.coordinator.requests import generations
 from enginepool.coordinator.scheduling import batches
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, StartGeneration
@@ -85,7 +85,7 @@ def no_worker_is_told_of_a_cancel(patch: pytest.MonkeyPatch) -> None:
     def stop_tasks(core: Any, tasks: Any) -> None:
         """Nothing."""
 
-    patch.setattr(streams, "stop_tasks", stop_tasks)
+    patch.setattr(generations, "stop_tasks", stop_tasks)
 
 
 def workers_go_on_with_what_is_stopped(patch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
+from enginepool.coordinator.requests.generations import credit
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.requests.streams import credit
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes

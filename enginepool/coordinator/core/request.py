@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
-from enginepool.coordinator.core.generation import GenerationState
+from enginepool.coordinator.core.generation_state import GenerationState
 from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder

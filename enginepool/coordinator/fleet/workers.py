@@ -20,8 +20,8 @@ from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.transitions import end_batch, end_text, lose_worker
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.requests.generations import stop_tasks
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.requests.streams import stop_tasks
 from enginepool.coordinator.requests.texts import texts_lost
 from enginepool.coordinator.scheduling.oom_backoff import halve
 from enginepool.protocol.messages import Drain, ErrorReply, Exiting, Expired

@@ -1,7 +1,7 @@
 """The operation `generate`: prompts are continued, token by token, each in a slot of a worker's running batch.
 
-Its rows are sequences: `n` samples of each prompt. They are not cut into batches: `scheduling/streams.py` gives them slots, and
-`requests/streams.py` takes their tokens.
+Its rows are sequences: `n` samples of each prompt. They are not cut into batches. `scheduling/generation_slots.py` gives them
+slots, and `requests/generations.py` takes their tokens.
 """
 
 from collections.abc import Iterator, Sequence

@@ -17,11 +17,11 @@ from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.requests.generations import answer as answer_generation
+from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
-from enginepool.coordinator.requests.streams import answer as answer_generation
-from enginepool.coordinator.requests.streams import sent_again
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.messages import ErrorReply

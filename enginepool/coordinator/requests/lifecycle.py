@@ -10,9 +10,9 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
+from enginepool.coordinator.requests.generations import interrupted, stop
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
-from enginepool.coordinator.requests.streams import interrupted, stop
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage

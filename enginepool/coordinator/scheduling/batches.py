@@ -24,10 +24,10 @@ from enginepool.coordinator.core.request_state import RUNNING, TEXT
 from enginepool.coordinator.core.transitions import release_reserved, reserve, start_batch, start_text, start_trial
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
+from enginepool.coordinator.scheduling.generation_slots import next_sequences, place, start_message
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.row_cuts import cut_next, take
-from enginepool.coordinator.scheduling.streams import next_sequences, place, start_message
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut

@@ -24,7 +24,7 @@ from enginepool.workers.engine import (
     RowBatch,
 )
 from enginepool.workers.engine_settings import EngineSettings
-from enginepool.workers.sglang.generate.streams import EngineGeneration, Sequences
+from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost

@@ -137,7 +137,7 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
     *_private(
-        "generate/streams.py", TOKENIZER,
+        "generate/sequences.py", TOKENIZER,
         ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
         ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
         ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
@@ -155,7 +155,7 @@ PRIVATE: tuple[Private, ...] = (
             "read", "one message per step",
         ),
     ),
-    *_private("generate/streams.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
+    *_private("generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
     *_private("operations/logprobs.py", REQUESTS, ("GenerateReqInput", "called", "log-probabilities of responses")),
     *_private(

@@ -8,13 +8,13 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.events import Buffer
-from enginepool.coordinator.core.generation import GenerationState, Sequence
+from enginepool.coordinator.core.generation_state import GenerationState, Sequence
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.scheduling.streams import prompt_length
+from enginepool.coordinator.scheduling.generation_slots import prompt_length
 from enginepool.protocol.messages import (
     FrameSpec,
     Generated,
