@@ -1,7 +1,8 @@
-"""The frames of `tokens` and `generated`: what a client holds them to, and the sequences of a final answer."""
+"""Generated sequences: their tokens as they come, what a client holds the frames of `tokens` and `generated` to, and the
+sequences of a final answer."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +10,39 @@ import msgspec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, Generated, SequenceEnd, Tokens
+
+
+class GeneratedSequence:
+    """The output of one sequence, as far as it is known. Positions in it are those of the protocol: the tokens that the request
+    brought along come first."""
+
+    __slots__ = ("end", "logprobs", "spans", "start", "tokens")
+
+    def __init__(self, brought: Buffer) -> None:
+        self.tokens = array("i", bytes(brought))
+        #: tokens that the request brought along
+        self.start = len(self.tokens)
+        #: of the tokens from `start` on; empty unless the request asks for them
+        self.logprobs = array("f")
+        #: [version, count] of the tokens from `start` on
+        self.spans: list[list[int]] = []
+        self.end: SequenceEnd | None = None
+
+    def extend(self, tokens: Buffer, logprobs: Buffer, version: int) -> None:
+        """Append tokens, as bytes, which weights of `version` computed; `logprobs` is empty where they are not asked for."""
+        count = len(tokens) // 4
+        self.tokens.frombytes(tokens)
+        self.logprobs.frombytes(logprobs)
+        spans = self.spans
+        if spans and spans[-1][0] == version:
+            spans[-1][1] += count
+        else:
+            spans.append([version, count])
+
+    def answered(self, end: SequenceEnd) -> "AnsweredSequence":
+        """What a final answer says of it."""
+        spans = [(version, count) for version, count in self.spans]
+        return AnsweredSequence(self.start, self.tokens[self.start :].tobytes(), self.logprobs.tobytes(), spans, end)
 
 
 class AnsweredSequence(NamedTuple):
@@ -25,6 +59,15 @@ class AnsweredSequence(NamedTuple):
     def stop(self) -> int:
         """The position after its last token."""
         return self.start + len(self.tokens) // 4
+
+
+def brought_tokens(output: Sequence[Buffer], rows: int) -> Iterator[memoryview]:
+    """The tokens that a request brings along for each of its sequences, as bytes. `output`: its frames `output` and
+    `output_lengths`, which fit each other, or none."""
+    tokens, first = memoryview(output[0] if output else b"").cast("B"), 0
+    for length in memoryview(output[1]).cast("B").cast("I") if output else [0] * rows:
+        yield tokens[4 * first : 4 * (first + length)]
+        first += length
 
 
 def check_tokens(message: Tokens) -> None:
@@ -80,7 +123,8 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, logpr
 def write_generated(
     answer: Generated, sequences: Sequence[AnsweredSequence], logprobs: bool
 ) -> tuple[Generated, Sequence[Buffer]]:
-    """`answer` with these sequences instead of its own, and its frames."""
+    """`answer` with these sequences instead of its own, and its frames. Its version is the highest that computed one of their
+    tokens; without tokens it stays what it was."""
     lengths = array("I", [len(sequence.tokens) // 4 for sequence in sequences])
     total = sum(lengths)
     frames: list[Buffer] = [b"".join(sequence.tokens for sequence in sequences), lengths.tobytes()]
@@ -88,11 +132,13 @@ def write_generated(
     if logprobs:
         frames.append(b"".join(sequence.logprobs for sequence in sequences))
         specs.append(FrameSpec("logprobs", "float32", (total,)))
+    starts = [sequence.start for sequence in sequences]
     whole = msgspec.structs.replace(
         answer,
         version=max([version for sequence in sequences for version, _ in sequence.spans], default=answer.version),
+        ended=[sequence.end for sequence in sequences],
         spans=[list(sequence.spans) for sequence in sequences],
-        starts=[sequence.start for sequence in sequences],
+        starts=starts if any(starts) else [],
         frames=specs,
     )
     return whole, frames

@@ -49,10 +49,10 @@ def check_requests(calls: PendingRequests) -> None:
         assert due < inf or place in ("waiting", "sent"), f"request {id_} ({place}) would stay there"
         if (stream := call.stream) is not None:
             assert 0 <= stream.taken <= stream.received >= stream._said >= stream._base >= 0, f"request {id_}: credit"
-            assert stream.received == sum(len(one.tokens) for one in stream.sequences), f"request {id_}: tokens"
+            assert stream.received == sum(len(one.tokens) - one.start for one in stream.sequences), f"request {id_}: tokens"
             for one in stream.sequences:
-                assert sum(count for _, count in one.spans) == len(one.tokens), f"request {id_}: spans"
-                assert len(one.logprobs) in (0, len(one.tokens)), f"request {id_}: logprobs"
+                assert sum(count for _, count in one.spans) == len(one.tokens) - one.start, f"request {id_}: spans"
+                assert len(one.logprobs) in (0, len(one.tokens) - one.start), f"request {id_}: logprobs"
 
 
 def check_questions(questions: PendingQuestions) -> None:

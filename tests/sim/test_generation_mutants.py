@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from enginepool.coordinator.core.generation_state import GenerationState
-from enginepool.coordinator.core.generation_state import Sequence as Generated
+from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations
@@ -103,14 +102,14 @@ def generations_outlive_their_link(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_tokens_are_said_to_be_of_the_last_weights(patch: pytest.MonkeyPatch) -> None:
-    real = Generated.extend
+    real = RunningSequence.extend
 
-    def extend(self: Generated, tokens: memoryview, logprobs: memoryview, version: int) -> None:
+    def extend(self: RunningSequence, tokens: memoryview, logprobs: memoryview, version: int) -> None:
         if self.spans:
             self.spans[-1][0] = version
         real(self, tokens, logprobs, version)
 
-    patch.setattr(Generated, "extend", extend)
+    patch.setattr(RunningSequence, "extend", extend)
 
 
 def workers_label_tokens_with_what_they_heard_is_committed(patch: pytest.MonkeyPatch) -> None:
@@ -135,10 +134,10 @@ def a_new_link_gets_tokens_before_its_request(patch: pytest.MonkeyPatch) -> None
 
 
 def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -> None:
-    def begin_again(self: Generated) -> None:
+    def begin_again(self: RunningSequence) -> None:
         del self.tokens[self.start :], self.logprobs[:]
 
-    patch.setattr(Generated, "begin_again", begin_again)
+    patch.setattr(RunningSequence, "begin_again", begin_again)
 
 
 @pytest.mark.parametrize(

@@ -12,33 +12,9 @@ import msgspec
 from enginepool.client.session.events import StreamPart
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import AnsweredSequence, read_generated, write_generated
+from enginepool.protocol.generated import AnsweredSequence, GeneratedSequence, brought_tokens, read_generated, write_generated
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Run, SequenceEnd
 from enginepool.protocol.sampling import is_constrained
-
-
-class ReceivedSequence:
-    """One sequence, from position `start` on."""
-
-    __slots__ = ("end", "logprobs", "spans", "start", "tokens")
-
-    def __init__(self, start: int) -> None:
-        #: tokens that the caller's request brought along
-        self.start = start
-        self.tokens = array("i")
-        #: as many, or none where they are not asked for
-        self.logprobs = array("f")
-        self.spans: list[tuple[int, int]] = []
-        self.end: SequenceEnd | None = None
-
-    def extend(self, tokens: Buffer, logprobs: Buffer, version: int) -> None:
-        count = len(tokens) // 4
-        self.tokens.frombytes(tokens)
-        self.logprobs.frombytes(logprobs)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = version, self.spans[-1][1] + count
-        else:
-            self.spans.append((version, count))
 
 
 class ReceivedTokens:
@@ -50,8 +26,7 @@ class ReceivedTokens:
         self._most = request.sampling.max_new_tokens
         self._constrained = is_constrained(request.sampling)
         rows = request.frames[1].shape[0] * request.n
-        starts = memoryview(frames[3]).cast("B").cast("I").tolist() if len(frames) == 4 else [0] * rows
-        self.sequences = [ReceivedSequence(start) for start in starts]
+        self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2:], rows)]
         for end in request.ended:
             self.sequences[end.sequence].end = end
         #: tokens that arrived, and that the caller has taken, since the request was first sent; taken <= received
@@ -70,7 +45,7 @@ class ReceivedTokens:
             WireError: no coordinator that holds to the protocol could have sent them.
         """
         sequence = self._sequence(run.sequence)
-        has = sequence.start + len(sequence.tokens)
+        has = len(sequence.tokens)
         old = has - run.at
         if old < 0:
             raise _malformed(run.id, f"sequence {run.sequence}: tokens from position {run.at} on, after {has}")
@@ -97,7 +72,7 @@ class ReceivedTokens:
         sequence.end = end
         return StreamPart(id_, end.sequence, version=sequence.spans[-1][0] if sequence.spans else 0, end=end)
 
-    def _sequence(self, number: int) -> ReceivedSequence:
+    def _sequence(self, number: int) -> GeneratedSequence:
         if not 0 <= number < len(self.sequences):
             raise _malformed(self._request.id, f"sequence {number} of {len(self.sequences)}")
         return self.sequences[number]
@@ -125,27 +100,23 @@ class ReceivedTokens:
         self._base = self._said = self.received
         if not self.received and all(sequence.end is None for sequence in self.sequences):
             return self._request, self._frames
-        brought, first = memoryview(self._frames[2] if len(self._frames) == 4 else b"").cast("B"), 0
-        parts: list[Buffer] = []
-        for sequence in self.sequences:
-            parts += (brought[first : first + 4 * sequence.start], memoryview(sequence.tokens).cast("B"))
-            first += 4 * sequence.start
-        lengths = array("I", [sequence.start + len(sequence.tokens) for sequence in self.sequences])
-        ended = [end for number in range(len(lengths)) if (end := self._end(number, lengths[number])) is not None]
+        output = b"".join(memoryview(sequence.tokens).cast("B") for sequence in self.sequences)
+        lengths = array("I", [len(sequence.tokens) for sequence in self.sequences])
+        ended = [end for number in range(len(lengths)) if (end := self._end(number)) is not None]
         specs = [
             *self._request.frames[:2],
-            FrameSpec("output", "int32", (sum(lengths),)),
+            FrameSpec("output", "int32", (len(output) // 4,)),
             FrameSpec("output_lengths", "uint32", (len(lengths),)),
         ]
-        frames = (*self._frames[:2], b"".join(parts), lengths.tobytes())
+        frames = (*self._frames[:2], output, lengths.tobytes())
         return msgspec.structs.replace(self._request, frames=specs, ended=ended), frames
 
-    def _end(self, number: int, length: int) -> SequenceEnd | None:
+    def _end(self, number: int) -> SequenceEnd | None:
         """The end of a sequence, as the request says it when it is sent again. None: it goes on."""
         sequence = self.sequences[number]
-        if sequence.end is None and length >= self._most:
+        if sequence.end is None and len(sequence.tokens) >= self._most:
             return SequenceEnd(number, "length")  # it has all its tokens; only its end was lost
-        if sequence.end is None and sequence.tokens and (self._request.partial or self._constrained):
+        if sequence.end is None and sequence.spans and (self._request.partial or self._constrained):
             # A coordinator that runs the sequence goes on with it. Another one could not do so exactly.
             return SequenceEnd(number, "interrupted")
         return sequence.end
@@ -162,13 +133,12 @@ class ReceivedTokens:
         whole: list[AnsweredSequence] = []
         rests = read_generated(answer, frames, len(self.sequences), self._request.logprobs)
         for number, (rest, sequence) in enumerate(zip(rests, self.sequences, strict=True)):
-            has = sequence.start + len(sequence.tokens)
+            has = len(sequence.tokens)
             if not sequence.start <= rest.start <= has <= rest.stop or (sequence.end is not None and has < rest.stop):
                 text = f"sequence {number}: tokens {rest.start} to {rest.stop} in the final answer, after {has} tokens"
                 raise _malformed(answer.id, text)
             parts += self._missing(answer.id, number, rest)
-            chances = sequence.logprobs.tobytes()
-            whole.append(AnsweredSequence(sequence.start, sequence.tokens.tobytes(), chances, sequence.spans, rest.end))
+            whole.append(sequence.answered(rest.end))
         return parts, *write_generated(answer, whole, self._request.logprobs)
 
     def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> list[StreamPart]:

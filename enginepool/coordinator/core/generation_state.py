@@ -4,44 +4,26 @@ The coordinator keeps every token until the final answer. So a sequence whose wo
 token, and a client that reads slowly slows its own stream alone: what it has no credit for stays here.
 """
 
-from array import array
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.protocol.messages import SequenceEnd, TaskId
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.generated import GeneratedSequence
+from enginepool.protocol.messages import TaskId
 
 T = TypeVar("T")
 
 
-class Sequence:
+class RunningSequence(GeneratedSequence):
     """One sequence: a sample of a prompt."""
 
-    __slots__ = ("end", "logprobs", "sent", "spans", "start", "tokens")
+    __slots__ = ("sent",)
 
-    def __init__(self, tokens: bytes) -> None:
-        #: with those that the request brought along
-        self.tokens = array("i", tokens)
-        #: how many it brought along
-        self.start = len(self.tokens)
-        #: of the tokens from `start` on; empty unless the request asks for them
-        self.logprobs = array("f")
-        #: [version, count] of the tokens from `start` on
-        self.spans: list[list[int]] = []
+    def __init__(self, brought: Buffer) -> None:
+        super().__init__(brought)
         #: tokens that the client has, or that are on their way to it; start <= sent <= len(tokens)
         self.sent = self.start
-        self.end: SequenceEnd | None = None
-
-    def extend(self, tokens: memoryview, logprobs: memoryview, version: int) -> None:
-        """Append tokens, as bytes, which weights of `version` computed; `logprobs` is empty where they are not asked for."""
-        count = len(tokens) // 4
-        self.tokens.frombytes(tokens)
-        self.logprobs.frombytes(logprobs)
-        spans = self.spans
-        if spans and spans[-1][0] == version:
-            spans[-1][1] += count
-        else:
-            spans.append([version, count])
 
     def begin_again(self) -> None:
         """Drop all tokens but those that the request brought along. The client has none of them."""
@@ -66,7 +48,7 @@ class GenerationState(Generic[T]):
     def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
         #: in the order of the prompts, the samples of a prompt one after the other
-        self.sequences = [Sequence(tokens) for tokens in work.brought()]
+        self.sequences = [RunningSequence(tokens) for tokens in work.brought()]
         for at, end in ends.items():
             self.sequences[at].end = end
         #: the tasks in which workers run some of them

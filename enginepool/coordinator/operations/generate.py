@@ -13,6 +13,7 @@ from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, 
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, SEQUENCE_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
+from enginepool.protocol.generated import brought_tokens
 from enginepool.protocol.messages import (
     MAX_CREDIT,
     MAX_MATCHED,
@@ -47,15 +48,9 @@ class GenerateWork(Work, frozen=True, gc=False):
     output_max: int = -1
     ended: tuple[SequenceEnd, ...] = ()
 
-    def brought(self) -> Iterator[bytes]:
+    def brought(self) -> Iterator[memoryview]:
         """The tokens that each sequence brings along, as bytes of int32."""
-        if not self.output:
-            yield from (b"" for _ in range(self.rows))
-            return
-        tokens, first = memoryview(self.output[0]), 0
-        for length in memoryview(self.output[1]).cast("I"):
-            yield bytes(tokens[4 * first : 4 * (first + length)])
-            first += length
+        return brought_tokens(self.output, self.rows)
 
     @property
     def constrained(self) -> bool:

@@ -6,17 +6,18 @@ from typing import Protocol
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.effects import ToClient, ToWorker
+from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
-from enginepool.coordinator.core.generation_state import GenerationState, Sequence
-from enginepool.coordinator.core.request import Client, Request, RunningBatch
+from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.requests.stream_messages import StreamMessages
 from enginepool.coordinator.scheduling.generation_slots import prompt_length
+from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
-    FrameSpec,
     Generated,
     GenerationUsage,
     Message,
@@ -24,16 +25,11 @@ from enginepool.protocol.messages import (
     SequenceEnd,
     Step,
     StopGeneration,
-    StreamEnd,
     Timings,
-    Tokens,
 )
 
 #: A request runs alone once so many workers were lost with it: of hundreds that a worker runs, one may have been the cause.
 LOSSES = 2
-#: Of one message, so that its header is no longer than a receiver reads.
-MOST_RUNS = 4096
-_NAN = b"\x00\x00\xc0\x7f"
 
 
 class StreamRequests(Protocol):
@@ -52,54 +48,6 @@ class StreamRequests(Protocol):
     def fail(self, request: Request, code: str, message: str) -> None:
         """The final answer of a live request is an error."""
         ...
-
-
-class StreamMessages:
-    """What clients are sent about their streams after one event: one message for each client."""
-
-    __slots__ = ("_ended", "_logprobs", "_runs", "_some", "_tokens")
-
-    def __init__(self) -> None:
-        self._runs: dict[Client, list[Run]] = {}
-        self._tokens: dict[Client, list[Buffer]] = {}
-        self._logprobs: dict[Client, list[Buffer]] = {}
-        self._ended: dict[Client, list[StreamEnd]] = {}
-        #: clients that get logprobs
-        self._some: set[Client] = set()
-
-    def run(self, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> None:
-        """Tokens of a stream, as bytes; `logprobs` is empty where they are not asked for."""
-        client = request.client
-        runs = self._runs.get(client)
-        if runs is None:
-            runs = self._runs[client] = []
-            self._tokens[client], self._logprobs[client] = [], []
-        runs.append(run)
-        self._tokens[client].append(tokens)
-        if len(logprobs):
-            self._some.add(client)
-        self._logprobs[client].append(logprobs if len(logprobs) else _NAN * run.count)
-
-    def end(self, request: Request, end: SequenceEnd) -> None:
-        """A sequence of a stream has ended."""
-        self._ended.setdefault(request.client, []).append(StreamEnd(request.id, end.sequence, end.reason, end.matched))
-
-    def send(self, core: Context) -> None:
-        for client in {**self._runs, **self._ended}:
-            if client.link is None:
-                continue  # it sends its requests again, with the tokens that it has
-            runs, ended = self._runs.get(client, []), self._ended.get(client, [])
-            # Not before their tokens.
-            delay = max(len(runs) - 1, 0) // MOST_RUNS * MOST_RUNS
-            for first in range(0, max(len(runs), delay + len(ended)), MOST_RUNS):
-                part, ends = slice(first, first + MOST_RUNS), slice(max(first - delay, 0), max(first - delay + MOST_RUNS, 0))
-                frames: list[Buffer] = [b"".join(self._tokens.get(client, [])[part])]
-                total = len(frames[0]) // 4
-                specs = [FrameSpec("tokens", "int32", (total,))]
-                if client in self._some:
-                    frames.append(b"".join(self._logprobs[client][part]))
-                    specs.append(FrameSpec("logprobs", "float32", (total,)))
-                core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[ends]), frames))
 
 
 def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
@@ -164,7 +112,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     return wrong
 
 
-def _impossible(work: GenerateWork, sequence: Sequence, step: Step, logprobs: int) -> str:
+def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, logprobs: int) -> str:
     """Why an engine cannot have generated this, or ""."""
     if step.reason == "error" and not step.count:
         return ""  # of a task that the worker cannot read, it does not know the position
@@ -318,29 +266,11 @@ def answer(requests: StreamRequests, request: Request) -> None:
     """All sequences of a request have ended: its final answer."""
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)
-    sequences = state.sequences
-    frames: list[Buffer] = [
-        b"".join(memoryview(sequence.tokens)[sequence.start :].tobytes() for sequence in sequences),
-        b"".join((len(sequence.tokens) - sequence.start).to_bytes(4, "little") for sequence in sequences),
-    ]
-    total = len(frames[0]) // 4
-    specs = [FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (len(sequences),))]
-    if work.logprobs:
-        frames.append(b"".join(memoryview(sequence.logprobs).tobytes() for sequence in sequences))
-        specs.append(FrameSpec("logprobs", "float32", (total,)))
-    spans = [[(version, count) for version, count in sequence.spans] for sequence in sequences]
-    version = max((version for span in spans for version, _ in span), default=request.group.version)
-    starts = [sequence.start for sequence in sequences] if work.output else []
     now = requests.core.now
     began = request.started or now
-    message = Generated(
-        request.id,
-        version,
-        GenerationUsage(len(sequences), work.tokens, sum(len(sequence.tokens) for sequence in sequences)),
-        Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6)),
-        [sequence.end for sequence in sequences if sequence.end is not None],
-        spans,
-        specs,
-        starts,
-    )
+    usage = GenerationUsage(len(state.sequences), work.tokens, sum(len(sequence.tokens) for sequence in state.sequences))
+    timings = Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6))
+    answered = [sequence.answered(sequence.end) for sequence in state.sequences if sequence.end is not None]
+    empty = Generated(request.id, request.group.version, usage, timings, [], [], [])
+    message, frames = write_generated(empty, answered, work.logprobs)
     requests.finish_with(request, message, frames)
