@@ -25,6 +25,7 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     return_pooled_hidden_states: bool | None = None
     logprobs: bool | None = None
     raw: bool | None = None
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         """There is one of the two pairs, and no key of the other."""
@@ -54,6 +55,7 @@ def score(
     raw: Annotated[
         bool, typer.Option("--raw", help="For cross-encoders: rows need no separator between query and item.")
     ] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="What --softmax divides logits by: 0.001 to 1000.")] = 1.0,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
     hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
 ) -> dict[str, Any]:
@@ -66,8 +68,8 @@ def score(
     answers of. Each line of OUT has its version.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, raw, item_first,
-    return_pooled_hidden_states, group, priority, timeout, min_version for itself.
+    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, temperature, logprobs, raw,
+    item_first, return_pooled_hidden_states, group, priority, timeout, min_version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -80,12 +82,14 @@ def score(
       make-requests | enginepool score - - | use-scores
     """
     from enginepool.cli.file_run import options_named
-    from enginepool.client.payload import check_labels, check_softmax
+    from enginepool.client.payload import check_labels, check_softmax, check_temperature
 
     ids = _token_ids(label_token_ids)
     with options_named():
         check_softmax(softmax, check_labels(ids))
+        check_temperature(temperature, softmax=True)
     settings: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
+    settings["temperature"] = temperature
     return settings | {"item_first": item_first, "return_pooled_hidden_states": hidden}
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from enginepool.client.arguments import Ids, bad, kind, utf8
 from enginepool.errors import BadRequest
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import MAX_LABELS, FrameSpec
+from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_LABELS, MAX_TEMPERATURE, FrameSpec
 from enginepool.protocol.ragged import MAX_TOKENS, locate
 
 if sys.byteorder != "little":
@@ -243,3 +243,16 @@ def check_softmax(softmax: bool, labels: Sequence[int]) -> None:
     """Refuse `apply_softmax` where its outcome is known."""
     if softmax and len(labels) == 1:
         raise bad("apply_softmax", "apply_softmax: over one label it is always 1.0; name more labels, or leave it out", "2")
+
+
+def check_temperature(value: Any, *, softmax: bool) -> float:
+    """`temperature` in its range; one that would change nothing is refused."""
+    name, allowed = "temperature", f"{LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise bad(name, f"{name}: {kind(value)}; a number from {allowed}")
+    number = float(cast("float", value))
+    if not LEAST_TEMPERATURE <= number <= MAX_TEMPERATURE:
+        raise bad(name, f"{name}: {number}; a number from {allowed}", allowed)
+    if number != 1.0 and not softmax:
+        raise bad(name, f"{name}: {number} without apply_softmax, which alone divides by it; set apply_softmax=True")
+    return number

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from enginepool.client.arguments import Ids, check_options
-from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
+from enginepool.client.payload import Payload, check_labels, check_softmax, check_temperature, encode_pairs, encode_shared
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
 from enginepool.client.row_calls import RowCalls, RowOptions, flag
 from enginepool.errors import Malformed
@@ -31,6 +31,7 @@ class ScoreOptions(RowOptions, total=False):
     return_pooled_hidden_states: bool
     logprobs: bool
     raw: bool
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,8 @@ class ScoreCalls(RowCalls):
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
             label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
             apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
+            temperature: `apply_softmax` divides logits by it, 0.001 to 1000: the lower, the more the best label stands out.
+                Default: 1.0.
             item_first: rows are item + query. Default: False.
             return_pooled_hidden_states: classifiers only. Default: False.
             group: may be left out where the pool has one group.
@@ -130,6 +133,7 @@ class ScoreCalls(RowCalls):
             hidden=flag(options, "return_pooled_hidden_states"),
             logprobs=flag(options, "logprobs"),
             raw=flag(options, "raw"),
+            temperature=check_temperature(options.get("temperature", 1.0), softmax=flag(options, "apply_softmax")),
         )
         check_softmax(score.softmax, score.labels)
         return _read(*await self._submit(score, frames, names, options))

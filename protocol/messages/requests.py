@@ -7,13 +7,17 @@ import msgspec
 
 from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message
 
+#: Temperatures of a score's softmax. Over scores of float32, a lower one than the first names only the best label.
+LEAST_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1000
+
 
 class Score(Message, tag="score"):
     """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`.
 
     Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
-    `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one.
+    `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one. `temperature`: what `softmax`
+    divides the logits by.
     Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
@@ -29,6 +33,7 @@ class Score(Message, tag="score"):
     min_version: int = 0
     logprobs: bool = False
     raw: bool = False
+    temperature: float = 1.0
 
     @property
     def values(self) -> int:

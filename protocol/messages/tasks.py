@@ -75,6 +75,7 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     dimensions: int = 0
     normalize: bool = True
     columns: int = 0
+    temperature: float = 1.0
 
 
 class Batch(Message, tag="batch"):

@@ -45,12 +45,13 @@ def part(
     softmax: bool = False,
     item_first: bool = False,
     logprobs: bool = False,
+    temperature: float = 1.0,
 ) -> RowPart:
     return RowPart(
         np.array(query, np.int32),
         np.array([token for item in items for token in item], np.int32),
         np.array([len(item) for item in items], np.uint32),
-        asked=Part([], list(labels), softmax, item_first, logprobs),
+        asked=Part([], list(labels), softmax, item_first, logprobs, temperature=temperature),
     )
 
 
@@ -133,6 +134,15 @@ def test_a_classifier_answers_logits_and_softmax_is_that_of_logits() -> None:
     assert plain == [[in_plain_python([1, 2], column, 0, 0) for column in range(3)]]
     e = [math.exp(value) for value in plain[0]]
     assert soft[0] == pytest.approx([value / sum(e) for value in e], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["causal", "classifier"])
+def test_softmax_divides_logits_by_the_temperature(kind: str) -> None:
+    sim, labels = engine(kind=kind, labels=3), (4, 5, 6) if kind == "causal" else ()
+    logits = np.array(rows(score(sim, part([1], [[2]], labels, logprobs=kind == "causal")).parts[0]))
+    found = rows(score(sim, part([1], [[2]], labels, softmax=True, temperature=0.25)).parts[0])
+    expected = np.exp(logits / 0.25)
+    np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-5)
 
 
 def test_hidden_states_come_when_asked_for_and_are_refused_when_there_are_none() -> None:

@@ -56,6 +56,13 @@ class Reference:
             return self._torch.softmax(logits[list(labels)], dim=-1).numpy()
         return self._torch.softmax(logits, dim=-1)[list(labels)].numpy()
 
+    def logits(self, row: list[int], labels: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Of these labels as the next token; of the head's outputs where there are none."""
+        with self._torch.no_grad():
+            if not labels:
+                return self._reward(self._torch.tensor([row])).logits[0].double().numpy()
+            return self._causal(self._torch.tensor([row])).logits[0, -1].double()[list(labels)].numpy()
+
     def following(self, row: Sequence[int], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Of each token after `row`: how far its logit is below the largest one, and its log-probability."""
         with self._torch.no_grad():

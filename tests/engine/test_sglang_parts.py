@@ -97,6 +97,13 @@ def test_softmax_over_labels_is_right_where_probabilities_vanish() -> None:
     np.testing.assert_allclose(heads, [[0.5, 0.5]])
 
 
+def test_a_head_that_is_a_probability_has_it_divided_by_the_temperature() -> None:
+    """As in sentence-transformers, softmax is over what the activation gives."""
+    wide = 1 / (1 + np.exp([-1.0, 2.0])) / 0.5
+    found = head_scores([[1.0, -2.0]], Part([], softmax=True, temperature=0.5), "sigmoid")
+    np.testing.assert_allclose(found, [np.exp(wide) / np.exp(wide).sum()], rtol=1e-6)
+
+
 def test_logarithms_are_finite_where_probabilities_vanish() -> None:
     row = labeled((1, -900.0), (2, -901.0))
     assert label_scores([row], wanted(1, 2)).tolist() == [[0.0, 0.0]], "in float32 these are no probabilities"

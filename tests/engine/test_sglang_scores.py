@@ -113,6 +113,20 @@ def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngi
     assert hidden_rows > 100
 
 
+def test_softmax_divides_logits_by_the_temperature(causal: HostedEngine, reward: HostedEngine, reference: Reference) -> None:
+    pairs = [([5, 6], [7]), ([5, 6], [8, 9])]
+    for engine, labels in ((causal, (3, 9, 200)), (reward, ())):
+        asked = {"labels": labels, "softmax": True, "temperature": 0.05}
+        part, logarithms = part_of(pairs, True, **asked), part_of(pairs, True, **asked, logprobs=True)
+        [outcome] = whole(engine.score(RowBatch((part, logarithms))))
+        logits = [reference.logits(row, labels) for row in part.prompts()]
+        expected = np.exp(np.array(logits) / 0.05)
+        expected /= expected.sum(axis=1, keepdims=True)
+        for answer, values in zip(outcome.parts, (expected, np.log(expected)), strict=True):
+            assert isinstance(answer, dict)
+            assert_close(answer["scores"], values)
+
+
 def test_scores_of_different_rows_differ(causal: HostedEngine, reward: HostedEngine) -> None:
     for engine in (causal, reward):
         [outcome] = whole(engine.score(full_batch(declared(engine), rows=16, seed=1)))

@@ -437,6 +437,8 @@ def _content() -> list[Invalid]:
         _score("priority-too-high", "1001", bad, "priority", stage=c, priority=1001),
         _score("priority-too-low", "-1001", bad, "priority", stage=c, priority=-1001),
         _score("softmax-of-one", "over one label it is always 1", bad, "softmax", stage=c, labels=[5], softmax=True),
+        _score("temperature-zero", "0.001 is the lowest", bad, "temperature", stage=c, softmax=True, temperature=0.0),
+        _score("temperature-alone", "only softmax divides by it", bad, "temperature", stage=c, labels=[5, 6], temperature=0.5),
         _score("timeout-zero", "no time at all", bad, "timeout_ms", stage=c, timeout_ms=0),
         _score("timeout-negative", "less than none", bad, "timeout_ms", stage=c, timeout_ms=-1),
         _score("label-negative", "a token id is not negative", bad, "labels", stage=c, labels=[5, -1]),

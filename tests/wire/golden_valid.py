@@ -125,6 +125,7 @@ def _from_client() -> list[Valid]:
                 "min_version": 4,
                 "logprobs": True,
                 "raw": True,
+                "temperature": 0.5,
             },
         ),
         Valid("embed", way, "two rows of 2 and 1 ids", _EMBED, (ITEMS, ITEM_LENGTHS)),
@@ -835,7 +836,7 @@ def _to_worker() -> list[Valid]:
                 "parts": [
                     {"frames": _specs(*one), "labels": [5, 6], "softmax": True},
                     {"frames": _specs(*two), "labels": [7]},
-                    {"frames": _specs(*pairs), "labels": [8], "item_first": True, "logprobs": True},
+                    {"frames": _specs(*pairs), "labels": [8, 9], "softmax": True, "logprobs": True, "temperature": 2.5},
                 ],
                 "priority": -3,
             },

@@ -10,6 +10,7 @@ For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
 
 c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
 softmax divides by the row's sum, as it does over log-probabilities. A classifier's logit is u, and softmax is that of logits.
+Softmax divides logits by the temperature.
 With logprobs the answer is the natural logarithm, computed in float64.
 """
 
@@ -68,7 +69,8 @@ def score_part(part: RowPart, weights: Weights, *, classes: int = 0, hidden: int
     if asked.softmax or asked.logprobs:
         wide = scores.astype(np.float64)
         if asked.softmax:
-            wide = np.exp(wide) if classes else wide
+            logits = (wide if classes else np.log(wide)) / asked.temperature
+            wide = np.exp(logits - logits.max(axis=1, keepdims=True))
             wide /= wide.sum(axis=1, keepdims=True)
         scores = (np.log(wide) if asked.logprobs else wide).astype(np.float32)
     if not hidden:
@@ -89,6 +91,7 @@ def expected_scores(
     version: int = 0,
     digest: str = "",
     logprobs: bool = False,
+    temperature: float = 1.0,
 ) -> Outputs:
     """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
     lengths = np.array([len(item) for item in items], np.uint32)
@@ -99,7 +102,7 @@ def expected_scores(
         paired = np.array([len(row) for row in rows], np.uint32)
     else:
         head, paired = np.array(query, np.int32), None
-    asked = Part([], list(labels), softmax, item_first, logprobs)
+    asked = Part([], list(labels), softmax, item_first, logprobs, temperature=temperature)
     weights = Weights(seed, version, digest)
     return score_part(RowPart(head, flat, lengths, paired, asked), weights, classes=classes, hidden=hidden)
 

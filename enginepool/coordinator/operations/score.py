@@ -12,7 +12,7 @@ from enginepool.coordinator.operations.base import Operation, Work, longest_row,
 from enginepool.coordinator.requests.memory import UNKNOWN_HIDDEN, UNKNOWN_LABELS, labels_charge
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Capabilities, Part, Score, TaskId, Tokenize
+from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
 from enginepool.protocol.ragged import MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
 
 _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
@@ -42,14 +42,19 @@ class ScoreOperation(Operation[ScoreWork]):
             if message.softmax and len(labels) == 1:
                 text = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
                 raise bad("softmax", text, "2")
+        _check_temperature(message)
         specs = message.frames
         rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, (SHARED, PAIRED), "a score request")
         if message.item_first:
             shared = 0
         nbytes = sum(map(len, frames))
         hidden = message.hidden
-        part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden)
-        shape = (message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden)
+        temperature = message.temperature
+        part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden, temperature=temperature)
+        shape = (
+            message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
+            temperature,
+        )  # fmt: skip
         digest = hash((*shape, message.min_version, len(specs), *frames))
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
@@ -120,6 +125,19 @@ class ScoreOperation(Operation[ScoreWork]):
 
     def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
         return Tokenize(task, work.part.frames, work.part.item_first, work.raw)
+
+
+def _check_temperature(message: Score) -> None:
+    """Raises WireError where the temperature is none, or would change nothing."""
+    temperature = message.temperature
+    if temperature == 1.0:
+        return
+    if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        text = f"temperature: {temperature} is outside {LEAST_TEMPERATURE:g}..{MAX_TEMPERATURE:g}"
+        raise bad("temperature", text, f"{LEAST_TEMPERATURE:g}..{MAX_TEMPERATURE:g}")
+    if not message.softmax:
+        text = f"temperature: {temperature} without softmax, which alone divides by it; add softmax, or leave temperature out"
+        raise bad("temperature", text, "1")
 
 
 def _check_outputs(work: ScoreWork, can: Capabilities) -> WireError | None:

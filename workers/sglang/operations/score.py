@@ -77,7 +77,7 @@ class HeadScores(HeadOperation):
 
 def label_scores(rows: Sequence[Sequence[tuple[float, int, Any]]], asked: Part) -> Floats:
     """Probability of each label as the next token, [rows, labels]: under all tokens, or with `softmax` under the labels alone;
-    with `logprobs` its logarithm.
+    with `logprobs` its logarithm. `softmax` divides logits by `temperature`.
 
     A label may appear more than once; under `softmax` each appearance has its own share. `rows`: (log-probability, token id,
     text), in any order and with other labels among them.
@@ -87,7 +87,7 @@ def label_scores(rows: Sequence[Sequence[tuple[float, int, Any]]], asked: Part) 
         found = {token: logprob for logprob, token, _ in row}
         logprobs[i] = [found[label] for label in asked.labels]
     if asked.softmax:
-        logprobs = _log_softmax(logprobs)
+        logprobs = _log_softmax(logprobs / asked.temperature)
     # A probability below 1e-45 is 0 in float32: its logarithm must not be taken from there.
     return (logprobs if asked.logprobs else np.exp(logprobs)).astype(np.float32)
 
@@ -100,7 +100,7 @@ def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], asked: Part, 
     outputs = np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
     sigmoid = activation == "sigmoid"
     if asked.softmax:
-        logarithms = _log_softmax(np.exp(_log_sigmoid(outputs)) if sigmoid else outputs)
+        logarithms = _log_softmax((np.exp(_log_sigmoid(outputs)) if sigmoid else outputs) / asked.temperature)
     elif sigmoid:
         logarithms = _log_sigmoid(outputs)
     else:
