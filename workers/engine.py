@@ -139,6 +139,7 @@ class NewTokens(NamedTuple):
     """Tokens that continue a sequence of a task. `logprobs`: one for each token, or none.
 
     reason: "" while the sequence goes on; "stop", with the token id or the text in `matched`, or "length" with its last tokens.
+    cached: once, with the first tokens of the task: how many tokens of its prompt the engine had in its prefix cache.
     """
 
     sequence: int
@@ -146,6 +147,7 @@ class NewTokens(NamedTuple):
     logprobs: Sequence[float] = ()
     reason: Literal["", "stop", "length"] = ""
     matched: int | str | None = None
+    cached: int | None = None
 
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.

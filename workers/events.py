@@ -89,12 +89,13 @@ class WorkDone(WorkerEvent, frozen=True):
 
 
 class StepsDone(WorkerEvent, frozen=True):
-    """The generations of an epoch have new tokens: the steps and frames of one `GenerationProgress`."""
+    """The generations of an epoch have new tokens: the fields and frames of one `GenerationProgress`."""
 
     epoch: int
     steps: list[Step]
     specs: list[FrameSpec]
     frames: tuple[Frame, ...]
+    cached: list[tuple[int, int]] = []
 
 
 class GenerationLeft(WorkerEvent, frozen=True):

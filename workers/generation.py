@@ -36,6 +36,7 @@ class OutgoingSteps:
         self._tokens = array("i")
         #: as many as tokens, NaN where none were asked for; None: none were asked for yet
         self._logprobs: array[float] | None = None
+        self._cached: list[tuple[int, int]] = []
 
     def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens of a sequence."""
@@ -52,6 +53,10 @@ class OutgoingSteps:
             self._due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
+    def add_cached(self, counter: int, tokens: int) -> None:
+        """The task whose first tokens were just added had so many tokens of its prompt in the engine's prefix cache."""
+        self._cached.append((counter, tokens))
+
     def flush(self) -> None:
         """Hand over what is there now."""
         self._due = False
@@ -63,7 +68,7 @@ class OutgoingSteps:
         if self._logprobs is not None:
             specs.append(FrameSpec("logprobs", "float32", shape))
             frames.append(self._logprobs.tobytes())
-        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames))
+        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), self._cached)
         self._clear()
         self._feed(event)
 
@@ -93,6 +98,8 @@ class RunningGeneration:
             matched = _cut(matched)
         epoch, counter = self.task
         self._out.add(epoch, Step(counter, sequence, at, count, new.reason, matched), tokens, new.logprobs)
+        if new.cached is not None:
+            self._out.add_cached(counter, new.cached)
 
     def fail(self, why: str) -> None:
         """The engine is done with it. Its first sequence that has not ended says why, if there is one."""

@@ -226,7 +226,7 @@ class WorkerMachine:
     def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
         if event.epoch != self.epoch or not self.registered:
             return []
-        progress = wire.GenerationProgress(event.epoch, self.updates.version, event.steps, event.specs)
+        progress = wire.GenerationProgress(event.epoch, self.updates.version, event.steps, event.specs, event.cached)
         return [SendToCoordinator(progress, event.frames)]
 
     def _generation_left(self, event: ev.GenerationLeft) -> list[WorkerEffect]:

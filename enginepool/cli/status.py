@@ -111,6 +111,9 @@ def tables(report: "StatusReport") -> "Group":
             lines.append(f"{name}: {group.early} of the queued requests wait for a later weight version")
         if group.halvings:
             lines.append(f"[yellow]{name}: engines ran out of memory; workers are given 1/{2**group.halvings} at a time[/]")
+        if group.prompt_tokens:
+            share = 100 * group.cached_tokens / group.prompt_tokens
+            lines.append(f"{name}: {share:.0f} % of {group.prompt_tokens} prompt tokens were in prefix caches")
         split = f"[red]{group.split_batches}[/]" if group.split_batches else "0"
         counts = (group.queued, group.queued_tokens, _span(group.oldest_s), group.running, group.answered, group.failed)
         groups.add_row(name, *map(str, counts), str(group.batches), split, str(group.lost_batches))

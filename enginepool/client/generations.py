@@ -17,12 +17,13 @@ from enginepool.protocol.messages import Ended, Generate, Generated
 
 
 class TokenUsage(NamedTuple):
-    """Sequences; tokens of the prompts, each prompt counted once; and tokens of all sequences, with those that the call
-    continued."""
+    """Sequences; tokens of the prompts, each prompt counted once; tokens of all sequences, with those that the call continued;
+    and, of the tokens of the prompts, those that engines had in their prefix cache."""
 
     sequences: int
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +128,7 @@ def read_generations(
     generations = Generations(
         groups,
         answer.version,
-        TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens),
+        TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
     )
     interrupted = sum(one.finish_reason == "interrupted" for one in found)

@@ -137,12 +137,13 @@ class Tokens(Message, tag="tokens"):
 
 
 class GenerationUsage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """[sequences, prompt_tokens, output_tokens]: tokens of the prompts, each counted once, and of all sequences, with those
-    that the request brought along."""
+    """[sequences, prompt_tokens, output_tokens, cached_tokens]: tokens of the prompts, each counted once, and of all sequences,
+    with those that the request brought along. `cached_tokens`: of the prompts, those that engines had in their prefix cache."""
 
     sequences: int
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0
 
 
 class Generated(Message, tag="generated"):
@@ -200,9 +201,14 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class GenerationProgress(Message, tag="progress"):
     """What an engine generated since the last one: of all its streams, in one message. Frames: `tokens` int32, then `logprobs`
-    float32 [as many], if one of its tasks asked for them: NaN at tokens of the others. All by weights of `version`."""
+    float32 [as many], if one of its tasks asked for them: NaN at tokens of the others. All by weights of `version`.
+
+    `cached`: [task, tokens], once with the first tokens of a task: how many tokens of its prompt the engine had in its prefix
+    cache.
+    """
 
     epoch: int
     version: int
     steps: list[Step]
     frames: list[FrameSpec]
+    cached: list[tuple[int, int]] = []

@@ -25,7 +25,8 @@ class RestartWorker(Status, tag="restart"):
 
 class WorkerStatus(msgspec.Struct, omit_defaults=True):
     """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learned from its batches (0: no matter);
-    each row counts there as `forward_row_tokens` tokens more.
+    each row counts there as `forward_row_tokens` tokens more. `prompt_tokens`: of the prompts that it began to continue;
+    `cached_tokens`: of them, those that its engine had in its prefix cache.
     """
 
     name: str
@@ -43,6 +44,8 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     packed: bool = False
     pace: int = 0
     forward_row_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -69,6 +72,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
     often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
     external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
+    `prompt_tokens`, `cached_tokens`: of all its workers.
     """
 
     name: str
@@ -94,6 +98,8 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     workers: list[WorkerStatus] = []
     limits: GroupLimits | None = None
     no_worker: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class StatusReport(Message, tag="status_report"):

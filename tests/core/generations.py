@@ -1,5 +1,6 @@
 """A pool whose workers generate, driven by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -74,9 +75,15 @@ class GeneratingPool(Pool):
         return [(one.link, one.message.tasks) for one in self.sent if isinstance(one.message, StopGeneration)]
 
     def step(
-        self, link: bytes, *steps: tuple[Sent, int, int, list[int], str], version: int = 0, logprobs: bool = False
+        self,
+        link: bytes,
+        *steps: tuple[Sent, int, int, list[int], str],
+        version: int = 0,
+        logprobs: bool = False,
+        cached: Sequence[tuple[int, int]] = (),
     ) -> list[Sent]:
-        """The worker on `link` generated: for each of (task, sequence, position, tokens, reason) a step."""
+        """The worker on `link` generated: for each of (task, sequence, position, tokens, reason) a step.
+        `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache."""
         made: list[Step] = []
         flat: list[int] = []
         for task, sequence, at, tokens, reason in steps:
@@ -85,7 +92,8 @@ class GeneratingPool(Pool):
             flat += tokens
         tokens_ = memoryview(np.array(flat, np.int32).tobytes())
         chances = memoryview((-np.array(flat, np.float32)).tobytes() if logprobs else b"")
-        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances))
+        had = [(made[place].task, count) for place, count in cached]
+        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, cached=had))
 
 
 def streamed(sent: list[Sent]) -> list[tuple[int, int, int, int, list[int]]]:

@@ -63,6 +63,23 @@ def told(event: StepsDone) -> list[tuple[int, int, int, int, str]]:
     return [(step.task, step.sequence, step.at, step.count, step.reason) for step in event.steps]
 
 
+def test_what_of_its_prompt_was_cached_is_told_once_with_the_first_tokens_of_a_task() -> None:
+    async def plan(task: GenerationTask, emit: Emit) -> None:
+        emit(NewTokens(0, [1], cached=2))
+        await asyncio.sleep(0)
+        emit(NewTokens(0, [2], reason="stop"))
+
+    async def main() -> Worker:
+        worker = Worker(plan)
+        worker.start(4)
+        await worker.until_left()
+        return worker
+
+    assert [(told(event), event.cached) for event in asyncio.run(main()).steps] == [
+        ([(4, 0, 0, 1, "")], [(4, 2)]), ([(4, 0, 1, 1, "stop")], []),
+    ]  # fmt: skip
+
+
 async def forever(_: GenerationTask, __: Emit) -> None:
     await asyncio.Event().wait()
 

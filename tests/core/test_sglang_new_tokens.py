@@ -20,6 +20,7 @@ class Answers(msgspec.Struct, kw_only=True):
     output_ids: list[Any]
     output_token_logprobs_val: list[Any] | None = None
     prompt_tokens: list[int]
+    cached_tokens: list[int]
     dp_ranks: list[int] | None = None
     time_stats: Any = b"packed"
 
@@ -31,6 +32,7 @@ def message(**ends: bool) -> Answers:
         finished_reasons=[{"type": "length"} if end else None for end in ends.values()],
         output_ids=[array("q", [i, i + 1]) for i in range(len(ends))],
         prompt_tokens=[10 * i for i in range(len(ends))],
+        cached_tokens=[5 * i for i in range(len(ends))],
     )
 
 
@@ -45,13 +47,13 @@ class Reader:
         self.read.append(recv_obj)
 
 
-def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str, list[int], list[float], Any]]:
+def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str, list[int], list[float], Any, int]]:
     """What the takers get of these messages."""
-    taken: list[tuple[str, list[int], list[float], Any]] = []
+    taken: list[tuple[str, list[int], list[float], Any, int]] = []
     subject = SchedulerMessages(tm)
 
-    def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None) -> None:
-        taken.append((rid, tokens, list(logprobs), reason))
+    def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int) -> None:
+        taken.append((rid, tokens, list(logprobs), reason, cached))
 
     for rid in takers:
         subject.takers[rid] = partial(take, rid)
@@ -62,7 +64,7 @@ def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str,
 
 def test_sglang_is_not_bothered_with_tokens_of_requests_that_go_on() -> None:
     tm = Reader()
-    assert hand_on(tm, message(a=False, b=False)) == [("a", [0, 1], [], None), ("b", [1, 2], [], None)]
+    assert hand_on(tm, message(a=False, b=False)) == [("a", [0, 1], [], None, 0), ("b", [1, 2], [], None, 5)]
     assert tm.read == []
 
 
@@ -79,7 +81,7 @@ def test_sglang_reads_the_requests_that_end_and_those_that_are_not_ours() -> Non
 def test_log_probabilities_are_those_of_their_request() -> None:
     some = message(a=False, b=False)
     some.output_token_logprobs_val = [None, [-1.0, -2.0]]
-    assert hand_on(Reader(), some) == [("a", [0, 1], [], None), ("b", [1, 2], [-1.0, -2.0], None)]
+    assert hand_on(Reader(), some) == [("a", [0, 1], [], None, 0), ("b", [1, 2], [-1.0, -2.0], None, 5)]
 
 
 @pytest.mark.parametrize("ends", [False, True])

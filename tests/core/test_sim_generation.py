@@ -31,7 +31,12 @@ class Heard:
         self.logprobs: dict[int, list[float]] = {}
         self.ends: dict[int, tuple[str, int | str | None]] = {}
 
+        #: what the task had in the cache, each time that it is told
+        self.cached: list[int] = []
+
     def __call__(self, new: NewTokens) -> None:
+        if new.cached is not None:
+            self.cached.append(new.cached)
         assert new.sequence not in self.ends, "tokens after the end"
         self.tokens.setdefault(new.sequence, []).extend(new.tokens)
         self.logprobs.setdefault(new.sequence, []).extend(new.logprobs)
@@ -171,6 +176,21 @@ def test_a_cancelled_task_frees_its_slots_within_one_step_also_while_it_waits() 
 
     asyncio.run(main())
     assert not heard[1].tokens
+
+
+def test_a_prompt_and_what_was_generated_after_it_are_found_in_the_cache_until_it_is_flushed() -> None:
+    one, heard = engine(token_s=1e-6), [Heard() for _ in range(4)]
+
+    async def main() -> None:
+        prompt = list(range(40))
+        await one.generate(task(prompt, n=2, max_new_tokens=40, ignore_eos=True), heard[0])
+        await one.generate(task([*prompt, *heard[0].tokens[1], 5], max_new_tokens=1), heard[1])
+        await one.generate(task([*prompt[:20], 5], max_new_tokens=1), heard[2])
+        await one.flush()
+        await one.generate(task(prompt, max_new_tokens=1), heard[3])
+
+    asyncio.run(main())
+    assert [each.cached for each in heard] == [[0], [80], [16], [0]]
 
 
 def test_it_is_not_flushed_while_a_task_is_inside() -> None:

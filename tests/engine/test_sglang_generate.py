@@ -48,6 +48,7 @@ class Continued:
         self.tokens = [token for new in emitted for token in new.tokens]
         self.logprobs = [logprob for new in emitted for logprob in new.logprobs]
         self.chunks = [len(new.tokens) for new in emitted]
+        self.cached = [new.cached for new in emitted if new.cached is not None]
         assert [new.reason for new in emitted[:-1]] == [""] * (len(emitted) - 1)
         self.reason, self.matched = emitted[-1].reason, emitted[-1].matched
 
@@ -117,6 +118,15 @@ def test_a_sequence_goes_on_from_its_tokens_as_if_it_had_not_stopped(generating:
             rest = one(generating, task(tokens, logprobs=True, ignore_eos=True, max_new_tokens=20 - has))
             assert rest.tokens == whole.tokens[has:]
             np.testing.assert_allclose(rest.logprobs, whole.logprobs[has:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.every_version
+def test_the_engine_says_once_for_a_task_how_much_of_its_prompt_was_in_the_prefix_cache(generating: HostedEngine) -> None:
+    prompt = [*range(100, 140)]
+    [[first, sample]] = run(generating, task(prompt, n=2, ignore_eos=True))
+    assert (first.cached, sample.cached) == ([0], [])
+    [second] = one(generating, task([*prompt, *first.tokens, 7, 8, 9], ignore_eos=True)).cached
+    assert len(prompt) < second < len(prompt) + len(first.tokens), "the last token was not computed yet"
 
 
 @pytest.mark.every_version

@@ -47,7 +47,8 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
     starts = message.starts or [0] * len(sequences)
     assert starts == [len(brought) // 4 for brought in generating.brought], f"{call}: starts {starts}"
     total = sum(starts) + sum(len(sequence.tokens) // 4 for sequence in sequences)
-    assert message.usage == GenerationUsage(len(sequences), call.tokens, total), f"{call}: {message.usage}"
+    assert message.usage == GenerationUsage(len(sequences), call.tokens, total, message.usage.cached_tokens), f"{call}"
+    assert 0 <= message.usage.cached_tokens <= call.tokens, f"{call}: {message.usage}"
     versions = [version for sequence in sequences for version, _ in sequence.spans]
     assert not versions or message.version == max(versions), f"{call}: version {message.version}"
     assert all(version >= request.min_version for version in versions), f"{call}: {versions}"

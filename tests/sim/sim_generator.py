@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from enginepool.protocol.messages import FrameSpec, Step, TaskId
 from enginepool.workers.events import GenerationLeft, RunGeneration, StepsDone
 from enginepool.workers.sim.operation import Weights
+from enginepool.workers.sim.prefix_cache import SimPrefixCache
 from enginepool.workers.sim.tokens import SimSequence
 from tests.sim.generating import END_EVERY
 from tests.sim.sim_stager import content_of
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 class SimGeneration:
     """A task inside an engine."""
 
-    __slots__ = ("at", "began", "id", "logprobs", "new", "poisoned", "prompt", "refused", "sequences", "stopped")
+    __slots__ = (
+        "at", "began", "begun", "id", "logprobs", "new", "output", "poisoned", "prompt", "refused", "sequences", "stopped",
+    )  # fmt: skip
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
         message = run.message
@@ -40,6 +43,10 @@ class SimGeneration:
         self.poisoned, self.refused = POISON in given, REFUSED in given
         #: where the next token of each sequence is
         self.at = dict.fromkeys(self.sequences, message.at)
+        #: what each sequence generated here
+        self.output = {i: array("i") for i in self.sequences}
+        #: the coordinator was told what of its prompt was in the cache
+        self.begun = False
         #: the worker has cancelled it
         self.stopped = False
 
@@ -61,6 +68,7 @@ class SimGenerator:
         #: every task that it was ever given
         self._seen: set[TaskId] = set()
         self._steps = False
+        self._cache = SimPrefixCache(1 << 12)
 
     def run(self, run: RunGeneration) -> None:
         """Take a task. It must fit, together with all that is inside."""
@@ -123,6 +131,10 @@ class SimGenerator:
                 task.sequences.clear()
             for i in list(task.sequences):
                 self._next(out, task, i, weights)
+            if not task.begun and task not in failed:
+                task.begun = True
+                out.cached.append((task.id[1], self._cache.found(task.prompt, weights)))
+                self._cache.add(task.prompt, weights)
         if fault == "wrong_rows" and out.steps:
             first = out.steps[0]
             out.steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)
@@ -135,7 +147,7 @@ class SimGenerator:
         now = engine.world.now
         if out.steps:
             assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
-            engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames()))
+            engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames(), out.cached))
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
 
@@ -162,10 +174,12 @@ class SimGenerator:
         for _ in range(3 if self._engine.world.chance(0.05) else 1):
             drawn = task.sequences[i].next(weights._replace(version=task.began))
             tokens.append(drawn.token)
+            task.output[i].append(drawn.token)
             logprobs.append(drawn.logprob)
             reason = drawn.reason
             if reason:
                 del task.sequences[i]
+                self._cache.add(task.prompt + task.output[i].tobytes(), weights)
                 matched = drawn.token if reason == "stop" else None
                 break
         task.at[i] = at + len(tokens)
@@ -179,6 +193,7 @@ class _Out:
     def __init__(self) -> None:
         self.epochs: set[int] = set()
         self.steps: list[Step] = []
+        self.cached: list[tuple[int, int]] = []
         self._tokens = array("i")
         self._logprobs = array("f")
         self._asked = False

@@ -112,7 +112,7 @@ class GeneratingCoordinator(FakeCoordinator):
         self._send(
             link,
             Generated(
-                request.id, VERSION, GenerationUsage(len(rows), 5, sum(lengths)), Timings(1500, 2_000_000),
+                request.id, VERSION, GenerationUsage(len(rows), 5, sum(lengths), 3), Timings(1500, 2_000_000),
                 [SequenceEnd(s, *self.end(request, s)) for s in range(len(rows))],
                 [[(VERSION, len(row))] if row else [] for row in rows], specs, list(starts) if any(starts) else [],
             ),

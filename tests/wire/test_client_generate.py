@@ -59,7 +59,7 @@ def test_samples_come_back_grouped_by_prompt_with_their_tokens_logprobs_ends_and
     assert stopped.logprobs is not None and stopped.logprobs.dtype == np.float32 and stopped.logprobs.flags.writeable
     np.testing.assert_array_equal(stopped.logprobs, [-100, -101])
     assert (found[1][0].finish_reason, found[1][0].matched) == ("length", None)
-    assert (found.version, found.usage, found.timings) == (VERSION, (4, 5, 11), (0.0015, 2.0))
+    assert (found.version, found.usage, found.timings) == (VERSION, (4, 5, 11, 3), (0.0015, 2.0))
     assert coordinator.brought == [[b"\1\0\0\0\2\0\0\0\3\0\0\0", b"\2\0\0\0\1\0\0\0"]]
     [sent] = coordinator.asked
     assert sent.frames == [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]

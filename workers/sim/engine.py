@@ -132,10 +132,12 @@ class SimEngine:
         return self._capabilities
 
     async def flush(self) -> None:
-        """It keeps nothing, and counts. Raises EngineError: a batch is inside."""
+        """Forget all prefixes, and count. Raises EngineError: a batch is inside."""
         self._must_live()
         if self._busy or (self._generator is not None and self._generator.busy):
             raise EngineError("the sim engine was flushed while it ran a batch")
+        if self._generator is not None:
+            self._generator.cache.clear()
         self.flushes += 1
 
     async def died(self) -> str:

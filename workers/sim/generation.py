@@ -2,12 +2,14 @@
 
 import asyncio
 import heapq
+from array import array
 from collections.abc import Awaitable, Callable
 
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
+from enginepool.workers.sim.prefix_cache import SimPrefixCache
 from enginepool.workers.sim.tokens import SimSequence
 
 
@@ -16,7 +18,11 @@ class _Entry:
 
     def __init__(self, task: GenerationTask, emit: Emit, options: SimOptions, number: int) -> None:
         self.task, self.emit, self.number = task, emit, number
-        prompt = task.prompt.astype("<i4").tobytes()
+        self.prompt = prompt = task.prompt.astype("<i4").tobytes()
+        #: the tokens of each sequence so far
+        self.output = [array("i") for _ in range(task.n)]
+        #: tokens of its prompt that were in the cache; None: not known, or told
+        self.cached: int | None = None
         self.sequences = {i: SimSequence(prompt, task.sampling, i, options.vocab, options.end_every) for i in range(task.n)}
         #: its caller has gone
         self.dropped = False
@@ -52,6 +58,7 @@ class SimGenerator:
     ) -> None:
         self._options, self._slots, self._weights, self._suffer = options, slots, weights, suffer
         self._given = self._steps = 0
+        self.cache = SimPrefixCache(options.cache_tokens)
         #: (-priority, number, sequence, task)
         self._waiting: list[tuple[int, int, int, _Entry]] = []
         #: the sequences with a slot
@@ -136,7 +143,10 @@ class SimGenerator:
             self._running.append((entry, i))
             if i:
                 continue  # its prompt is computed once
-            tokens += len(entry.task.prompt)
+            weights = self._weights()
+            entry.cached = self.cache.found(entry.prompt, weights)
+            self.cache.add(entry.prompt, weights)
+            tokens += len(entry.task.prompt) - entry.cached
             for fault in faults_of_task(self._options.faults, entry.task.prompt, entry.number):
                 try:
                     await self._suffer(fault, len(self._running) + len(entry.sequences) - 1)
@@ -146,9 +156,14 @@ class SimGenerator:
 
     def _next(self, entry: _Entry, i: int, weights: Weights) -> None:
         token, logprob, reason = entry.sequences[i].next(weights)
+        entry.output[i].append(token)
         if reason:
             del entry.sequences[i]
+            self.cache.add(entry.prompt + entry.output[i].tobytes(), weights)
         matched = token if reason == "stop" else None
-        entry.emit(NewTokens(i, (token,), (logprob,) if entry.task.logprobs else (), reason, matched))
+        logprobs = (logprob,) if entry.task.logprobs else ()
+        entry.emit(NewTokens(i, (token,), logprobs, reason, matched, entry.cached if not i else None))
+        if not i:
+            entry.cached = None
         if not entry.sequences:
             entry.leave()

@@ -64,6 +64,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
     with quantized weights does. An engine that generates runs `inflight_rows` sequences at once, all of them together in each
     step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
+    `cache_tokens`: of its prefix cache.
     """
 
     kind: Kind = "causal"
@@ -89,6 +90,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held: str = ""
     only_at_start: bool = False
     end_every: int = 100
+    cache_tokens: int = 65_536
     faults: list[Fault] = []
 
 
@@ -116,6 +118,7 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         "hidden",
         "embedding",
         "end_every",
+        "cache_tokens",
         "version",
         "seed",
         "load_s",

@@ -253,7 +253,8 @@ class BatchDone(Event):
 
 class TokensGenerated(Event):
     """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none).
-    `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none."""
+    `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none. `cached`: as
+    in `GenerationProgress`."""
 
     link: Link
     epoch: int
@@ -262,6 +263,7 @@ class TokensGenerated(Event):
     tokens: memoryview
     logprobs: memoryview
     largest: int = -1
+    cached: Sequence[tuple[int, int]] = ()
 
 
 class TextTokenized(Event):

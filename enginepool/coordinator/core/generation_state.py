@@ -43,7 +43,9 @@ class RunningSequence(GeneratedSequence):
 class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
-    __slots__ = ("behind", "blocks", "credit", "expected", "losses", "lost_with", "sent", "sequences", "taken", "tasks")
+    __slots__ = (
+        "behind", "blocks", "cached", "credit", "expected", "losses", "lost_with", "sent", "sequences", "taken", "tasks",
+    )  # fmt: skip
 
     def __init__(self, work: GenerateWork) -> None:
         ends = {end.sequence: end for end in work.ended}
@@ -55,6 +57,8 @@ class GenerationState(Generic[T]):
         self.tasks: dict[TaskId, T] = {}
         #: of the prompt whose sequences are next: its number, and its blocks (`prefix_affinity.py`)
         self.blocks: tuple[int, list[int]] = (-1, [])
+        #: by the number of a prompt: how many of its tokens an engine had in its prefix cache
+        self.cached: dict[int, int] = {}
         #: workers that were lost with it, and the latest of them
         self.losses = 0
         self.lost_with: object = None

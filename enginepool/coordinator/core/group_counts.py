@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Since the coordinator started. `split_batches` took more than one forward; `lost_batches` had a worker that was lost."""
+    """Since the coordinator started. `split_batches` took more than one forward; `lost_batches` had a worker that was lost.
+    `prompt_tokens` are those of prompts that engines continued, `cached_tokens` those of them that were in a prefix cache."""
 
     answered: int = 0
     failed: int = 0
@@ -14,6 +15,8 @@ class GroupCounts:
     forwards: int = 0
     split_batches: int = 0
     lost_batches: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class RecentSpeed:

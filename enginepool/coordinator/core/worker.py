@@ -22,9 +22,11 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "epoch_confirmed", "group",
+        "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
+        "epoch_confirmed", "group",
         "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "order", "pace", "pid",
-        "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts", "version",
+        "prompt_tokens", "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
+        "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -74,6 +76,8 @@ class Worker:
         #: bytes of `texts`
         self.text_bytes = 0
         self.done = 0
+        #: tokens of the prompts that it began with, and of them, those that its engine had in its prefix cache
+        self.prompt_tokens = self.cached_tokens = 0
         #: number of its newest entry in the routing; 0: none is valid
         self.stamp = 0
 

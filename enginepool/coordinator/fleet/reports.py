@@ -9,6 +9,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
 from enginepool.coordinator.requests import generations, texts
+from enginepool.coordinator.requests.cached_prompts import count_cached
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
@@ -123,7 +124,7 @@ class WorkerReports:
         if worker is None:
             return
         progress = any((e.epoch, step.task) in worker.batches and (step.count or step.reason) for step in e.steps)
-        if wrong := generations.generated(self.requests, worker, e):
+        if wrong := count_cached(worker, e) or generations.generated(self.requests, worker, e):
             self.workers.lose(worker, wrong, kill=True)
             return
         if not progress:

@@ -268,7 +268,8 @@ def answer(requests: StreamRequests, request: Request) -> None:
     assert state is not None and isinstance(work, GenerateWork)
     now = requests.core.now
     began = request.started or now
-    usage = GenerationUsage(len(state.sequences), work.tokens, sum(len(sequence.tokens) for sequence in state.sequences))
+    tokens = sum(len(sequence.tokens) for sequence in state.sequences)
+    usage = GenerationUsage(len(state.sequences), work.tokens, tokens, sum(state.cached.values()))
     timings = Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6))
     answered = [sequence.answered(sequence.end) for sequence in state.sequences if sequence.end is not None]
     empty = Generated(request.id, request.group.version, usage, timings, [], [], [])

@@ -208,7 +208,9 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     views = [memoryview(frame).cast("B") for frame in frames]
     chances = views[1] if len(views) > 1 else memoryview(b"")
     largest = int(np.frombuffer(views[0], np.uint32).max()) if total else -1
-    return ev.TokensGenerated(now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest)
+    return ev.TokensGenerated(
+        now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest, progress.cached
+    )
 
 
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:

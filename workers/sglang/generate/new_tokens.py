@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-#: Takes the new tokens of a request, their log-probabilities if it asked for some, and why it ended, as SGLang says it.
-#: It never raises.
-Take = Callable[[list[int], Sequence[float], dict[str, Any] | None], None]
+#: Takes the new tokens of a request, their log-probabilities if it asked for some, why it ended, as SGLang says it, and how
+#: many tokens of its prompt were in SGLang's prefix cache. It never raises.
+Take = Callable[[list[int], Sequence[float], dict[str, Any] | None, int], None]
 
 
 class SchedulerMessages:
@@ -38,7 +38,7 @@ class SchedulerMessages:
     def _hand_on(self, message: Any) -> list[int]:
         """The places in `message` of requests that end, or are not ours."""
         left: list[int] = []
-        reasons, output = message.finished_reasons, message.output_ids
+        reasons, output, cached = message.finished_reasons, message.output_ids, message.cached_tokens
         logprobs = message.output_token_logprobs_val or [()] * len(output)
         for place, rid in enumerate(message.rids):
             take = self.takers.get(rid)
@@ -46,7 +46,7 @@ class SchedulerMessages:
                 left.append(place)
                 continue
             reason = reasons[place]
-            take(list(output[place]), logprobs[place] or (), reason)
+            take(list(output[place]), logprobs[place] or (), reason, cached[place])
             if reason is not None:
                 left.append(place)
         return left

@@ -98,6 +98,8 @@ class Sequences:
         self._rids = [uuid.uuid4().hex for _ in range(task.n)]
         self._streams: list[asyncio.Task[None]] = []
         self._prefilled = asyncio.Event()
+        #: the first sequence has tokens
+        self._began = False
         self._dropped = False
         #: sequences that were given up here, and why
         self._failed: dict[int, str] = {}
@@ -151,9 +153,14 @@ class Sequences:
         if sequence in self._failed:
             raise EngineError(self._failed[sequence])
 
-    def _take(self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None) -> None:
+    def _take(
+        self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int
+    ) -> None:
         """The next tokens of a sequence. Nothing is raised here: the engine's answers are read for all sequences at once."""
-        self._prefilled.set()
+        found = None
+        if not self._began and tokens:
+            self._began, found = True, max(0, min(cached, len(self._prompt)))
+            self._prefilled.set()
         if self._dropped or sequence in self._failed:
             return
         try:
@@ -161,7 +168,7 @@ class Sequences:
             if any(map(math.isnan, logprobs)):
                 raise EngineError(f"logprobs: NaN; {_LOOK}")
             if tokens or why:
-                self._emit(NewTokens(sequence, tokens, logprobs, why, matched))
+                self._emit(NewTokens(sequence, tokens, logprobs, why, matched, found))
         except Exception as error:
             self._failed[sequence] = one_line(error)
             if reason is None:

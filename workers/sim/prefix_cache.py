@@ -1,0 +1,56 @@
+"""The prefix cache of the sim engine: which beginnings of sequences it has computed before, in blocks. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from enginepool.workers.sim.operation import Weights
+
+#: tokens of a block
+BLOCK = 16
+
+
+class SimPrefixCache:
+    """Beginnings of sequences that were computed by the weights of now. The block that was used longest ago is dropped first.
+
+    Args:
+        tokens: how many it holds at most.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._most = tokens // BLOCK
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._weights: Weights | None = None
+
+    def found(self, tokens: bytes, weights: Weights) -> int:
+        """How many of these tokens (int32) it has. As in a real engine, at least one has to be computed."""
+        if weights != self._weights:
+            self._weights = weights
+            self.clear()
+        count = 0
+        for block in _blocks(tokens):
+            if block not in self._blocks:
+                break
+            count += BLOCK
+        return max(0, min(count, len(tokens) // 4 - 1))
+
+    def add(self, tokens: bytes, weights: Weights) -> None:
+        """These tokens were computed by `weights`."""
+        if weights != self._weights:
+            return  # the engine has others now
+        for block in _blocks(tokens):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._blocks.clear()
+
+
+def _blocks(tokens: bytes) -> Iterator[int]:
+    """A number for each whole block, which tells it and all blocks before it from others."""
+    last, step = 0, 4 * BLOCK
+    for end in range(step, len(tokens) + 1, step):
+        last = hash((last, tokens[end - step : end]))
+        yield last
