@@ -45,6 +45,10 @@ ELEMENT_BYTES = 4
 
 Dtype = Literal["int32", "uint32", "float32", "utf8"]
 
+#: What becomes of a row that is longer than its model takes: an error, or it loses tokens on one side. "": an error, but texts
+#: for a model with a separator are cut as its tokenizer cuts pairs.
+Truncation = Literal["", "error", "left", "right"]
+
 
 class FrameSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One payload frame: [name, dtype, shape]. For `utf8` the shape is [bytes]."""

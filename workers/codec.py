@@ -23,7 +23,7 @@ from enginepool.protocol.messages import (
     Tokenized,
 )
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
-from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart, TextIds, TextTask
 from enginepool.workers.events import Frame
 
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
@@ -105,8 +105,8 @@ def _read(
     return queries[0] if queries else b"", queries[1] if len(queries) > 1 else None, items, lengths
 
 
-def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, str]]:
-    """The two texts of each row, in the order in which they are joined.
+def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> TextTask:
+    """What an engine tokenizes.
 
     Raises:
         WireError: when the frames are not what the header says or a row is not UTF-8.
@@ -114,7 +114,8 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, s
     query, query_lengths, items, lengths = _read("tokenize", task.frames, frames, text=True)
     rows = _cut(items, lengths)
     queries = [str(query, "utf-8")] * len(rows) if query_lengths is None else _cut(query, query_lengths)
-    return list(zip(rows, queries, strict=True)) if task.item_first else list(zip(queries, rows, strict=True))
+    pairs = zip(rows, queries, strict=True) if task.item_first else zip(queries, rows, strict=True)
+    return TextTask(list(pairs), task)
 
 
 def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> GenerationTask:
@@ -141,11 +142,12 @@ def _cut(data: Frame, lengths: Frame) -> list[str]:
     return [str(data[start:end], "utf-8") for start, end in pairwise(ends)]
 
 
-def encode_ids(task: TaskId, rows: list[list[int]]) -> tuple[Tokenized, tuple[Frame, ...]]:
+def encode_ids(task: TaskId, found: TextIds) -> tuple[Tokenized, tuple[Frame, ...]]:
     """The answer to a tokenizing task, with `items` and `item_lengths`."""
+    rows = found.rows
     ids = np.fromiter((token for row in rows for token in row), np.int32)
     specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
-    return Tokenized(task, specs), (ids.tobytes(), np.fromiter(map(len, rows), np.uint32).tobytes())
+    return Tokenized(task, specs, truncated=found.truncated), (ids.tobytes(), np.fromiter(map(len, rows), np.uint32).tobytes())
 
 
 def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[Done, tuple[Frame, ...]]:

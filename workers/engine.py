@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
-from enginepool.protocol.messages import Capabilities, Part, Sampling
+from enginepool.protocol.messages import Capabilities, Part, Sampling, Tokenize
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 
@@ -118,6 +118,23 @@ class RowBatch:
     priority: int = 0
     hidden: bool = False
     operation: str = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class TextTask:
+    """Texts of one request. pairs: the two texts of each row, in the order in which they are joined.
+    asked: what the operation is to do with them, as the coordinator says it; it has no frames that matter."""
+
+    pairs: list[tuple[str, str]]
+    asked: Tokenize
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """Token ids of each row of a `TextTask`; how many rows were truncated."""
+
+    rows: list[list[int]]
+    truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +319,9 @@ class Engine(Protocol):
         """Its weights. Raises EngineError before it is started."""
         ...
 
-    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+    async def tokenize(self, task: TextTask) -> TextIds:
         """Token ids of each pair of texts, with the special tokens that the model's tokenizer adds: those of the concatenation;
-        for a cross-encoder, unless `raw`, those of the pair. Raises EngineError."""
+        for a cross-encoder, unless `raw`, those of the pair. Raises WireError `bad_request`, or EngineError."""
         ...
 
     async def score(self, batch: RowBatch) -> BatchOutcome:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Batch, Done, Exiting, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
@@ -272,8 +273,11 @@ class WorkerProcess:
         return encode_outcome(run.batch.batch, outcome, int((time.monotonic() - began) * 1e6))
 
     async def _tokenize(self, run: RunTokenize) -> tuple[Tokenized, tuple[Frame, ...]]:
-        rows = await self.engine.tokenize(decode_texts(run.task, run.frames), run.task.raw)
-        return encode_ids(run.task.task, rows)
+        task = run.task.task
+        try:
+            return encode_ids(task, await self.engine.tokenize(decode_texts(run.task, run.frames)))
+        except WireError as error:
+            return Tokenized(task, code=error.code, message=error.message, field=error.field, limit=error.limit), ()
 
     async def _command(self, command: Command) -> None:
         answer = Commanded(command.task)

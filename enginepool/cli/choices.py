@@ -1,6 +1,9 @@
 """Words that more than one command takes as an option's value."""
 
 from enum import StrEnum
+from typing import Annotated
+
+import typer
 
 
 class EngineName(StrEnum):
@@ -25,3 +28,17 @@ class RoleName(StrEnum):
     publisher = "publisher"
     admin = "admin"
     worker = "worker"
+
+
+class TruncationName(StrEnum):
+    """What becomes of rows that are longer than the model takes."""
+
+    error = "error"
+    left = "left"
+    right = "right"
+
+
+Truncation = Annotated[
+    TruncationName | None,
+    typer.Option(help="Of rows that are longer than the model takes: refuse them, or cut them on a side."),
+]

@@ -1,9 +1,10 @@
 """`enginepool embed`: a file of texts or token ids through a running pool, into a file of embeddings."""
 
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from enginepool.cli.choices import Truncation
 from enginepool.cli.file_command import file_command
 from enginepool.cli.jsonl import InputLine
 
@@ -17,6 +18,7 @@ class EmbedLine(InputLine, forbid_unknown_fields=True):
     inputs: list[str | list[int]] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    truncation: Literal["error", "left", "right"] | None = None
 
     def __post_init__(self) -> None:
         if self.inputs is None:
@@ -37,13 +39,14 @@ def embed(
     no_normalize: Annotated[
         bool, typer.Option("--no-normalize", help="Embeddings as the model pools them, of any length.")
     ] = False,
+    truncation: Truncation = None,
 ) -> dict[str, Any]:
     """Embed a file of texts or token ids through a running pool.
 
     It reads, writes, stops and continues as `enginepool score` does.
 
     A line of IN is {"inputs": ...}: a list of texts, or of lists of token ids. It may have an "id", which comes back with the
-    answer, and any of dimensions, normalize, group, priority, timeout, min_version for itself.
+    answer, and any of dimensions, normalize, truncation, group, priority, timeout, min_version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "embeddings", one row for each
     input; or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -53,4 +56,4 @@ def embed(
       enginepool embed texts.jsonl embeddings.jsonl
       enginepool embed texts.jsonl embeddings.jsonl --group documents --dimensions 256
     """
-    return {"dimensions": dimensions, "normalize": not no_normalize}
+    return {"dimensions": dimensions, "normalize": not no_normalize, "truncation": truncation and truncation.value}

@@ -1,7 +1,8 @@
 """`enginepool logprobs`: a file of prompts and responses through a running pool, into a file of log-probabilities."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from enginepool.cli.choices import Truncation
 from enginepool.cli.file_command import file_command
 from enginepool.cli.jsonl import InputLine
 
@@ -15,6 +16,7 @@ class LogprobsLine(InputLine, forbid_unknown_fields=True):
     prompts: list[list[int] | int] | None = None
     responses: list[list[int]] | None = None
     label_token_ids: list[int] | None = None
+    truncation: Literal["error", "left"] | None = None
 
     def __post_init__(self) -> None:
         if self.prompts is None or self.responses is None:
@@ -28,14 +30,14 @@ async def _ask(pool: "Pool", line: LogprobsLine, settings: dict[str, Any]) -> di
 
 
 @file_command(LogprobsLine, _ask)
-def logprobs() -> dict[str, Any]:
+def logprobs(truncation: Truncation = None) -> dict[str, Any]:
     """Give log-probabilities of a file of responses.
 
     It reads, writes, stops and continues as `enginepool score` does.
 
     A line of IN is {"prompts": ..., "responses": ...}: lists of token ids of each, or the ids of one prompt for all responses.
-    It may have an "id", which comes back with the answer, and any of label_token_ids, group, priority, timeout, min_version for
-    itself.
+    It may have an "id", which comes back with the answer, and any of label_token_ids, truncation, group, priority, timeout,
+    min_version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "logprobs", one list for each
     response; or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -45,4 +47,4 @@ def logprobs() -> dict[str, Any]:
       enginepool logprobs rollouts.jsonl logprobs.jsonl
       enginepool logprobs rollouts.jsonl logprobs.jsonl --group policy --priority -10
     """
-    return {"label_token_ids": None}
+    return {"label_token_ids": None, "truncation": truncation and truncation.value}

@@ -1,9 +1,10 @@
 """`enginepool score`: a file of requests through a running pool, into a file of scores."""
 
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from enginepool.cli.choices import Truncation
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 from enginepool.cli.file_command import file_command
 from enginepool.cli.jsonl import InputLine
@@ -26,6 +27,7 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     logprobs: bool | None = None
     raw: bool | None = None
     temperature: float | None = None
+    truncation: Literal["error", "left", "right"] | None = None
 
     def __post_init__(self) -> None:
         """There is one of the two pairs, and no key of the other."""
@@ -57,6 +59,7 @@ def score(
     ] = False,
     temperature: Annotated[float, typer.Option(metavar="T", help="What --softmax divides logits by: 0.001 to 1000.")] = 1.0,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    truncation: Truncation = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
 ) -> dict[str, Any]:
     """Score a file of requests through a running pool.
@@ -68,8 +71,8 @@ def score(
     answers of. Each line of OUT has its version.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, temperature, logprobs, raw,
-    item_first, return_pooled_hidden_states, group, priority, timeout, min_version for itself.
+    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, temperature, truncation,
+    logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -89,7 +92,7 @@ def score(
         check_softmax(softmax, check_labels(ids))
         check_temperature(temperature, softmax=True)
     settings: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
-    settings["temperature"] = temperature
+    settings |= {"temperature": temperature, "truncation": truncation and truncation.value}
     return settings | {"item_first": item_first, "return_pooled_hidden_states": hidden}
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,11 @@ def check_choice(name: str, value: T, known: Sequence[str]) -> T:
     if value not in known:
         raise bad(name, f"{name}: {value!r}; one of {', '.join(known)}", ", ".join(known))
     return value
+
+
+def check_truncation(value: Any) -> Literal["", "error", "left", "right"]:
+    """`truncation`, as the wire has it."""
+    return "" if value is None else check_choice("truncation", value, ("error", "left", "right"))
 
 
 def check_name(value: Any) -> str:

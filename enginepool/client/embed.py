@@ -7,7 +7,7 @@ from typing import Final, Unpack
 from enginepool.client.arguments import Ids, check_int, check_options
 from enginepool.client.payload import encode_rows
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
-from enginepool.client.row_calls import RowCalls, RowOptions, flag
+from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_DIMENSIONS, Embed, Result
@@ -16,7 +16,7 @@ from enginepool.protocol.messages import MAX_DIMENSIONS, Embed, Result
 _NAMES: Final = {"items": "inputs", "timeout_ms": "timeout"}
 
 
-class EmbedOptions(RowOptions, total=False):
+class EmbedOptions(TruncatedOptions, total=False):
     """The options of `Pool.embed`, which says what each one does."""
 
     dimensions: int | None
@@ -34,6 +34,7 @@ class EmbedResult:
             1 is whole.
         timings: time in the queue and in the engine.
         usage: rows and tokens.
+        truncated: how many rows were cut.
     """
 
     embeddings: Floats
@@ -41,6 +42,7 @@ class EmbedResult:
     forwards: tuple[int, ...]
     timings: RequestTimings
     usage: RequestUsage
+    truncated: int = 0
 
 
 class EmbedCalls(RowCalls):
@@ -58,6 +60,8 @@ class EmbedCalls(RowCalls):
             dimensions: the first so many values of each embedding; a model takes the sizes that its configuration names as
                 trained (`matryoshka_dimensions`, or `is_matryoshka` for any). Default: None, which is all.
             normalize: embeddings have length 1, after they were cut to `dimensions`. Default: True.
+            truncation: inputs that are longer than the model takes are refused (`error`, the default), or cut on the `left` or
+                `right`. Special tokens that the tokenizer adds to a text stay; token ids are cut as they are.
             priority, timeout, retry_busy, min_version: as in `score`.
 
         Returns:
@@ -90,4 +94,4 @@ def _read(result: Result, frames: Sequence[Buffer]) -> EmbedResult:
     embeddings = float_frame(result, frames, "embeddings")
     if embeddings is None or embeddings.ndim != 2:
         raise Malformed("the answer holds no embeddings float32 [inputs, dimensions]", field="embeddings")
-    return EmbedResult(embeddings, *figures(result))
+    return EmbedResult(embeddings, *figures(result), result.truncated)

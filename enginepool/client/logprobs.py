@@ -9,7 +9,7 @@ import numpy as np
 from enginepool.client.arguments import Ids, bad, check_options
 from enginepool.client.payload import Payload, check_labels, encode_pairs, encode_shared
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
-from enginepool.client.row_calls import RowCalls, RowOptions
+from enginepool.client.row_calls import RowCalls, TruncatedOptions
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_PLACE_LABELS, Logprobs, Result
@@ -18,7 +18,7 @@ from enginepool.protocol.messages import MAX_PLACE_LABELS, Logprobs, Result
 _NAMES: Final = {"query": "prompts", "items": "responses", "labels": "label_token_ids", "timeout_ms": "timeout"}
 
 
-class LogprobsOptions(RowOptions, total=False):
+class LogprobsOptions(TruncatedOptions, total=False):
     """The options of `Pool.logprobs`, which says what each one does."""
 
     label_token_ids: Ids | None
@@ -37,6 +37,7 @@ class LogprobsResult:
             1 is whole.
         timings: time in the queue and in the engine.
         usage: rows and tokens.
+        truncated: how many rows have a prompt that was cut.
     """
 
     logprobs: tuple[Floats, ...]
@@ -45,6 +46,7 @@ class LogprobsResult:
     forwards: tuple[int, ...]
     timings: RequestTimings
     usage: RequestUsage
+    truncated: int = 0
 
 
 class LogprobsCalls(RowCalls):
@@ -65,6 +67,8 @@ class LogprobsCalls(RowCalls):
             label_token_ids: tokens whose log-probabilities are wanted in the place of each token of a response as well, at most
                 64. Default: None.
             group: may be left out where the pool has one group.
+            truncation: prompts that are too long with their response are refused (`error`, the default), or cut on the `left`:
+                one prompt for all responses by the longest of them. No response is cut.
             priority, timeout, retry_busy, min_version: as in `score`.
 
         Returns:
@@ -127,9 +131,9 @@ def _read(result: Result, frames: Sequence[Buffer], lengths: Any, labels: int) -
     sizes: list[int] = lengths.tolist()
     rows = _rows(result, frames, "logprobs", sizes, max(sizes))
     if not labels:
-        return LogprobsResult(rows, None, *figures(result))
+        return LogprobsResult(rows, None, *figures(result), result.truncated)
     places = _rows(result, frames, "labels", [size * labels for size in sizes], max(sizes) * labels)
-    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result))
+    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result), result.truncated)
 
 
 def _rows(result: Result, frames: Sequence[Buffer], name: str, sizes: Sequence[int], columns: int) -> tuple[Floats, ...]:

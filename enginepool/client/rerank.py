@@ -11,7 +11,7 @@ from enginepool.client.arguments import Ids, bad, check_int, check_options
 from enginepool.client.embed import EmbedCalls
 from enginepool.client.payload import check_labels
 from enginepool.client.results import Floats
-from enginepool.client.row_calls import RowOptions
+from enginepool.client.row_calls import TruncatedOptions
 from enginepool.client.score import ScoreCalls
 from enginepool.errors import PoolDown, UnknownGroup
 from enginepool.protocol.messages import GroupLimits, Status, StatusReport
@@ -20,7 +20,7 @@ from enginepool.protocol.messages import GroupLimits, Status, StatusReport
 STATUS_S = 10.0
 
 
-class RerankOptions(RowOptions, total=False):
+class RerankOptions(TruncatedOptions, total=False):
     """The options of `Pool.rerank`, which says what each one does."""
 
     label_token_ids: Ids | None
@@ -48,18 +48,22 @@ class RerankCalls(ScoreCalls, EmbedCalls):
     """The calls of a pool that compare texts."""
 
     async def similarity(
-        self, queries: Sequence[str] | Sequence[Ids], documents: Sequence[str] | Sequence[Ids], **options: Unpack[RowOptions]
+        self,
+        queries: Sequence[str] | Sequence[Ids],
+        documents: Sequence[str] | Sequence[Ids],
+        **options: Unpack[TruncatedOptions],
     ) -> Floats:
         """The cosine of each query's embedding and each document's: float32 [queries, documents], in one request.
 
         Args:
             queries, documents: as `inputs` of `embed`: all texts, or all token ids.
+            truncation: as in `embed`, of queries and documents.
             group, priority, timeout, retry_busy, min_version: as in `score`.
 
         Raises:
             BadRequest, EnginepoolError: as in `embed`.
         """
-        check_options("similarity", options, RowOptions)
+        check_options("similarity", options, TruncatedOptions)
         return (await self._cosines(queries, documents, options))[0]
 
     async def rerank(
@@ -77,6 +81,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             group: may be left out where the pool has one group.
             label_token_ids: causal models: two or more token ids that may follow; the first one means relevant ("yes", "no").
             top_n: so many of the best. Default: None, which is all.
+            truncation: as in `score`, of documents; for an embedding model as in `embed`, also of the query.
             priority, timeout, retry_busy, min_version: as in `score`.
 
         Raises:
@@ -95,7 +100,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             raise bad("label_token_ids", f"label_token_ids: {len(labels)} ids; this model has no labels to choose from", "0")
         if limits.kind == "classifier" and limits.labels != 1:
             raise bad("group", f"group: its model has {limits.labels} scores for a pair; reranking needs one", "1")
-        row: RowOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
+        row: TruncatedOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
         if limits.kind == "embedding":
             cosines, version = await self._cosines([query], documents, row)  # type: ignore[list-item]
             return _ranked(cosines[0], most, "embeddings", version)
@@ -105,7 +110,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         result = await self.score(query, documents, **scoring)
         return _ranked(result.scores[:, 0], most, "labels" if labels else "cross-encoder", result.version)
 
-    async def _cosines(self, queries: Sequence[Any], documents: Sequence[Any], options: RowOptions) -> tuple[Floats, int]:
+    async def _cosines(self, queries: Sequence[Any], documents: Sequence[Any], options: TruncatedOptions) -> tuple[Floats, int]:
         both = [*queries, *documents]
         result = await self.embed(both, normalize=True, **options)
         count = len(queries)

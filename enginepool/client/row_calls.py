@@ -1,9 +1,9 @@
 """What all calls of a `Pool` for rows share: their common options, and a request that gets one answer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
-from enginepool.client.arguments import check_flag, check_group, check_priority, check_timeout, check_version
+from enginepool.client.arguments import check_flag, check_group, check_priority, check_timeout, check_truncation, check_version
 from enginepool.client.connection import Connection
 from enginepool.client.notices import Notices
 from enginepool.protocol.frames import Buffer
@@ -22,6 +22,12 @@ class RowOptions(TypedDict, total=False):
     min_version: int
 
 
+class TruncatedOptions(RowOptions, total=False):
+    """The options of calls whose rows can be truncated."""
+
+    truncation: Literal["error", "left", "right"] | None
+
+
 class RowCalls:
     """Base of the calls of each operation."""
 
@@ -29,9 +35,10 @@ class RowCalls:
     _notices: Notices
 
     async def _submit(
-        self, request: RowRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: RowOptions
+        self, request: RowRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: TruncatedOptions
     ) -> tuple[Result, Sequence[Buffer]]:
         """The answer to `request` with these options. An error calls the fields of the request as `names` says."""
+        request.truncation = check_truncation(options.get("truncation"))
         return await self._ask(request, frames, Result, names, options)
 
     async def _ask(

@@ -7,7 +7,7 @@ from typing import Unpack
 from enginepool.client.arguments import Ids, check_options
 from enginepool.client.payload import Payload, check_labels, check_softmax, check_temperature, encode_pairs, encode_shared
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
-from enginepool.client.row_calls import RowCalls, RowOptions, flag
+from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Result, Score
@@ -22,7 +22,7 @@ _SCORE_NAMES = {
 _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
 
 
-class ScoreOptions(RowOptions, total=False):
+class ScoreOptions(TruncatedOptions, total=False):
     """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
 
     label_token_ids: Ids | None
@@ -47,6 +47,7 @@ class ScoreResult:
             1 is whole.
         timings: time in the queue and in the engine.
         usage: rows and tokens.
+        truncated: how many rows were cut.
     """
 
     scores: Floats
@@ -55,6 +56,7 @@ class ScoreResult:
     forwards: tuple[int, ...]
     timings: RequestTimings
     usage: RequestUsage
+    truncated: int = 0
 
 
 class ScoreCalls(RowCalls):
@@ -96,6 +98,9 @@ class ScoreCalls(RowCalls):
                 Default: False.
             raw: a cross-encoder takes rows as they are: token ids without a separator, texts joined without one. Default:
                 False.
+            truncation: of rows that are longer than the model takes: `error` refuses them; `left` and `right` cut their item at
+                its beginning or end, never the query. Default: None, which refuses them too, except that texts for a
+                cross-encoder are cut as its tokenizer cuts pairs. `truncated` of the result counts rows that were cut.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -149,4 +154,4 @@ def _read(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     if scores is None or scores.ndim != 2:
         raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
     hidden = float_frame(result, frames, "hidden")
-    return ScoreResult(scores, hidden, *figures(result))
+    return ScoreResult(scores, hidden, *figures(result), result.truncated)

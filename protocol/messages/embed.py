@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message
+from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, Truncation
 
 #: Values of an embedding that can be asked for.
 MAX_DIMENSIONS = 1 << 20
@@ -26,6 +26,7 @@ class Embed(Message, tag="embed"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    truncation: Truncation = ""
 
     @property
     def values(self) -> int:

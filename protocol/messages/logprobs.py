@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from enginepool.protocol.basis import MAX_FRAMES, MAX_LABELS, FrameSpec, Message
+from enginepool.protocol.basis import MAX_FRAMES, MAX_LABELS, FrameSpec, Message, Truncation
 
 #: Labels of one request. An engine answers each of them at each token of a response, in objects of Python.
 MAX_PLACE_LABELS = 64
@@ -15,7 +15,8 @@ class Logprobs(Message, tag="logprobs"):
     """The log-probability of each token of each response. Frames, in this order: `query`, (`query_lengths`), `items`,
     `item_lengths`: the prompts and the responses, int32 token ids; each has at least one.
 
-    `labels`: token ids whose log-probabilities are wanted at each token of a response as well.
+    `labels`: token ids whose log-probabilities are wanted at each token of a response as well. `truncation`: of prompts, on
+    the left.
     Frames of the answer: `logprobs` float32 [responses, longest], then `labels` float32 [responses, longest * labels] if asked.
     A row has its values first; the rest is 0.
     """
@@ -27,6 +28,7 @@ class Logprobs(Message, tag="logprobs"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    truncation: Truncation = ""
 
     @property
     def values(self) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message
+from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message, Truncation
 
 #: Temperatures of a score's softmax. Over scores of float32, a lower one than the first names only the best label.
 LEAST_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1000
@@ -17,7 +17,7 @@ class Score(Message, tag="score"):
     Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
     `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one. `temperature`: what `softmax`
-    divides the logits by.
+    divides the logits by. `truncation`: of items; the query is kept.
     Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
@@ -34,6 +34,7 @@ class Score(Message, tag="score"):
     logprobs: bool = False
     raw: bool = False
     temperature: float = 1.0
+    truncation: Truncation = ""
 
     @property
     def values(self) -> int:
@@ -75,6 +76,7 @@ class Result(Message, tag="result"):
     """The answer of a request. The message of its operation says which frames it has.
 
     `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
+    `truncated`: how many of its rows were cut.
     """
 
     id: int
@@ -85,3 +87,4 @@ class Result(Message, tag="result"):
     frames: list[FrameSpec]
     seq: int = 0
     final: bool = True
+    truncated: int = 0

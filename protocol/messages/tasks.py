@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from enginepool.protocol.basis import FrameSpec, Message, TaskId
+from enginepool.protocol.basis import FrameSpec, Message, TaskId, Truncation
 from enginepool.protocol.capabilities import Capabilities
 
 
@@ -51,12 +51,17 @@ class Done(Message, tag="done"):
 
 
 class Tokenized(Message, tag="tokenized"):
-    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item."""
+    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item.
+
+    `truncated`: how many rows were cut. `code`, `message`: why there are none; `field`, `limit`: of a `bad_request`."""
 
     task: TaskId
     frames: list[FrameSpec] = []
     code: str = ""
     message: str = ""
+    field: str = ""
+    limit: str = ""
+    truncated: int = 0
 
 
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
@@ -88,10 +93,13 @@ class Batch(Message, tag="batch"):
 
 class Tokenize(Message, tag="tokenize"):
     """Turn text into ids: frames as in the request of `operation`, utf8. Each row is tokenized as the concatenation of query
-    and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair."""
+    and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair.
+    `truncation`: of items in rows of more than `longest` tokens."""
 
     task: TaskId
     frames: list[FrameSpec]
     item_first: bool = False
     raw: bool = False
     operation: str = "score"
+    truncation: Truncation = ""
+    longest: int = 0

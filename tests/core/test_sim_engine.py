@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages import Part
+from enginepool.protocol.messages import Part, Tokenize
 from enginepool.protocol.messages.weights import Join
 from enginepool.transfer.process_group import CollectiveError
 from enginepool.workers.engine import (
@@ -26,6 +27,8 @@ from enginepool.workers.engine import (
     Outputs,
     RowBatch,
     RowPart,
+    TextIds,
+    TextTask,
     ran_out_of_memory,
 )
 from enginepool.workers.engine_settings import EngineSettings
@@ -200,15 +203,38 @@ def test_an_engine_runs_the_operations_that_it_says() -> None:
         engine(kind="embedding")
 
 
+def tokens(sim: SimEngine, pairs: list[tuple[str, str]], **asked: Any) -> TextIds:
+    return work(sim.tokenize(TextTask(pairs, Tokenize((0, 0), [], **asked))))
+
+
 def test_text_is_its_bytes() -> None:
     sim = engine()
-    assert work(sim.tokenize([("a", "é"), ("", "")])) == [[97 + BYTE_OFFSET, 0xC3 + BYTE_OFFSET, 0xA9 + BYTE_OFFSET], []]
+    assert tokens(sim, [("a", "é"), ("", "")]).rows == [[97 + BYTE_OFFSET, 0xC3 + BYTE_OFFSET, 0xA9 + BYTE_OFFSET], []]
     crossing = engine(separator=2)
     a, b = (97 + BYTE_OFFSET, 98 + BYTE_OFFSET)
-    assert work(crossing.tokenize([("a", "b"), ("", "b")])) == [[a, 2, b, 2], [b, 2]]
-    assert work(crossing.tokenize([("a", "b")], raw=True)) == [[a, b]]
+    assert tokens(crossing, [("a", "b"), ("", "b")]).rows == [[a, 2, b, 2], [b, 2]]
+    assert tokens(crossing, [("a", "b")], raw=True).rows == [[a, b]]
     with pytest.raises(EngineError, match="no room"):
-        work(engine(vocab=100).tokenize([("", "a")]))
+        tokens(engine(vocab=100), [("", "a")])
+
+
+def test_text_that_is_too_long_loses_tokens_of_its_item_on_the_side_that_was_asked_for() -> None:
+    sim, crossing = engine(), engine(separator=2)
+
+    def read(found: TextIds) -> list[str]:
+        return ["".join("|" if id_ == 2 else chr(id_ - BYTE_OFFSET) for id_ in row) for row in found.rows]
+
+    pairs = [("ab", "cdef"), ("ab", "c")]
+    for truncation, row in (("right", "abcd"), ("left", "abef")):
+        found = tokens(sim, pairs, truncation=truncation, longest=4)
+        assert (read(found), found.truncated) == ([row, "abc"], 1)
+    assert read(tokens(sim, [("cdef", "ab")], truncation="left", longest=4, item_first=True)) == ["efab"]
+    assert read(tokens(crossing, pairs, truncation="right", longest=6)) == ["ab|cd|", "ab|c|"]
+    assert read(tokens(crossing, [("cdef", "ab")], truncation="right", longest=6, item_first=True)) == ["cd|ab|"]
+    assert read(tokens(sim, pairs, truncation="error", longest=4)) == ["abcdef", "abc"]
+    with pytest.raises(WireError, match=r"items\[1\]: 4 tokens of its query, which is not truncated; at most 3") as wrong:
+        tokens(sim, [("", "abcdef"), ("abcd", "e")], truncation="right", longest=4)
+    assert (wrong.value.code, wrong.value.field, wrong.value.limit) == ("bad_request", "items[1]", "3")
 
 
 def test_scores_lie_strictly_between_zero_and_one() -> None:

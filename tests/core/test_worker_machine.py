@@ -30,6 +30,7 @@ from enginepool.protocol.messages import (
     Tokenized,
 )
 from enginepool.workers.codec import encode_ids, failed
+from enginepool.workers.engine import TextIds
 from enginepool.workers.events import (
     Connected,
     Disconnected,
@@ -279,10 +280,10 @@ def test_text_comes_back_as_ids_and_a_failure_as_a_code() -> None:
     w = ready()
     task = Tokenize((5, 1), [])
     assert hear(w, task) == [RunTokenize(task)]
-    answer, frames = encode_ids((5, 1), [[1], [2, 3]])
+    answer, frames = encode_ids((5, 1), TextIds([[1], [2, 3]], 1))
     specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
     assert [len(frame) for frame in frames] == [12, 8]
-    assert run(w, WorkDone(0.0, (5, 1), answer, frames)) == [SendToCoordinator(Tokenized((5, 1), specs), frames)]
+    assert run(w, WorkDone(0.0, (5, 1), answer, frames)) == [SendToCoordinator(Tokenized((5, 1), specs, truncated=1), frames)]
     assert failed(Tokenize((5, 2), []), "odd", "malformed", 3) == Tokenized((5, 2), code="malformed", message="odd")
 
 

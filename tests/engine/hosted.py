@@ -13,8 +13,18 @@ from typing import Any
 import msgspec
 import psutil
 
-from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Capabilities, Tokenize
+from enginepool.workers.engine import (
+    BatchOutcome,
+    EngineDied,
+    EngineError,
+    GenerationTask,
+    NewTokens,
+    RowBatch,
+    TextIds,
+    TextTask,
+)
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine import forked as forks
@@ -226,7 +236,13 @@ class _Host:
         return await outcome if inspect.isawaitable(outcome) else outcome
 
     async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
-        return await self._engine.tokenize(pairs, raw)
+        return (await self._engine.tokenize(TextTask(pairs, Tokenize((0, 0), [], raw=raw)))).rows
+
+    async def text_ids(self, task: TextTask) -> TextIds:
+        try:
+            return await self._engine.tokenize(task)
+        except WireError as error:  # it cannot be pickled
+            raise EngineError(f"{error.code} {error.field}: {error.message}") from None
 
     async def terminate(self) -> bool:
         """Send this process SIGTERM and wait for the handler from before the engine's start."""
@@ -261,7 +277,7 @@ class _Host:
         seconds = time.monotonic() - began
         children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
         try:
-            await self._engine.tokenize([("", "x")])
+            await self._engine.tokenize(TextTask([("", "x")], Tokenize((0, 0), [])))
         except EngineDied as error:
             return Closed(seconds, children, str(error))
         raise AssertionError("a closed engine answered")

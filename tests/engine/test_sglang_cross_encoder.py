@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import random
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Part
+from enginepool.protocol.messages import Part, Tokenize
 from enginepool.workers import cpu_bridge
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextTask
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.operations.score import head_scores
 from enginepool.workers.sglang.score.cross_encoder import activation_of
@@ -221,6 +221,29 @@ def test_ids_of_pairs_and_of_single_texts_equal_a_direct_computation(encoder: Cr
     assert engine.call("tokenize", [*pairs, ("", "w26 w27")]) == rows
     single = encoder.predict(["w26 w27"])  # type: ignore[list-item]
     np.testing.assert_allclose(found[2:], single, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pair_is_cut_in_its_item_as_the_tokenizer_cuts_one_text(encoder: CrossEncoder, engine: HostedEngine) -> None:
+    chance = random.Random(5)
+    query = words(chance, 6)
+    items = [words(chance, 2 * POSITIONS), words(chance, 3), words(chance, POSITIONS)]
+    for side, item_first in product(("left", "right"), (False, True)):
+        pairs = [(item, query) if item_first else (query, item) for item in items]
+        asked = Tokenize((0, 0), [], item_first=item_first, truncation=side, longest=POSITIONS)
+        found = engine.call("text_ids", TextTask(pairs, asked))
+        encoder.tokenizer.truncation_side = side
+        how = "only_first" if item_first else "only_second"
+        expected = encoder.tokenizer(*map(list, zip(*pairs, strict=True)), truncation=how, max_length=POSITIONS)["input_ids"]
+        encoder.tokenizer.truncation_side = "right"
+        assert (found.rows, found.truncated) == (expected, 2)
+        assert [len(row) for row in found.rows][::2] == [POSITIONS, POSITIONS]
+    default = engine.call("text_ids", TextTask([(query, items[0]), (query, items[1])], Tokenize((0, 0), [])))
+    assert default.truncated == 1
+    whole = engine.call("text_ids", TextTask([(query, items[0])], Tokenize((0, 0), [], truncation="error", longest=POSITIONS)))
+    assert (len(whole.rows[0]) > POSITIONS, whole.truncated) == (True, 0)
+    too_much = TextTask([(words(chance, POSITIONS), "w1")], Tokenize((0, 0), [], truncation="left", longest=POSITIONS))
+    with pytest.raises(EngineError, match=r"bad_request items\[0\]: .* tokens of its query, which is not truncated; at most"):
+        engine.call("text_ids", too_much)
 
 
 def test_a_query_that_contains_the_separator_is_refused_where_types_tell_texts_apart(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Capabilities, Part
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
+from enginepool.protocol.messages import Capabilities, Part, Tokenize
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextTask
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Reference
 
@@ -228,3 +228,30 @@ def test_text_becomes_the_ids_of_the_models_own_tokenizer(causal: HostedEngine, 
         reference.tokenizer(text)["input_ids"] for text in texts
     ]
     assert causal.call("tokenize", []) == []
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_that_is_too_long_is_scored_without_tokens_of_its_item(
+    causal: HostedEngine, reference: Reference, side: str, item_first: bool
+) -> None:
+    query, longest = "Which one is better? ", declared(causal).context
+    items = [" ".join(f"word{i}" for i in range(longest)), "short"]
+    pairs = [(item, query) if item_first else (query, item) for item in items]
+    asked = Tokenize((0, 0), [], item_first=item_first, truncation=side, longest=longest)  # pyright: ignore[reportArgumentType]
+    found = causal.call("text_ids", TextTask(pairs, asked))
+    whole, short = ([*reference.tokenizer(first + second)["input_ids"]] for first, second in pairs)
+    kept = len(reference.tokenizer(query)["input_ids"])
+    gone = slice(kept, len(whole) - longest + kept) if side == "left" else slice(longest, None)
+    if item_first:
+        gone = slice(0, len(whole) - longest) if side == "left" else slice(longest - kept, len(whole) - kept)
+    del whole[gone]
+    assert (found.rows, found.truncated) == ([whole, short], 1)
+    [outcome] = whole_outcomes(causal, found.rows[0])
+    assert_close(outcome, reference.label_scores(whole, (1, 2), False))
+
+
+def whole_outcomes(engine: HostedEngine, row: list[int]) -> Any:
+    [outcome] = whole(engine.score(RowBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
+    assert isinstance(outcome.parts[0], dict)
+    return outcome.parts[0]["scores"]

@@ -163,6 +163,7 @@ def test_answers_to_another_input_or_with_other_options_are_refused(pool: StandI
         ["--softmax"],
         ["--logprobs"],
         ["--temperature", 2],
+        ["--truncation", "error"],
         ["--raw"],
         ["--label-token-ids", "1"],
         ["--group", "other"],
@@ -325,7 +326,8 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
         '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false, "min_version": 9}\n'
         '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
     )
-    flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2, "--temperature", 0.5]
+    flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2]
+    flags += ["--temperature", 0.5, "--truncation", "left"]
     assert call("score", source, target, *flags, "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
     assert pool.asked == [[1, 2], "a"]
     shared = {
@@ -335,6 +337,7 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
         "logprobs": True,
         "raw": True,
         "temperature": 0.5,
+        "truncation": "left",
     }
     assert pool.settings == [
         {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9},

@@ -142,6 +142,7 @@ def _fields() -> list[Invalid]:
         _score("priority-nil", "nil stands only where the table says so", bad, "priority", stage=h, priority=Raw(b"\xc0")),
         _score("timeout-float", "milliseconds are an int", bad, "timeout_ms", stage=h, timeout_ms=1.5),
         _score("softmax-integer", "1 is no bool", bad, "softmax", stage=h, softmax=1),
+        _score("truncation-unknown", "error, left or right", bad, "truncation", stage=h, truncation="middle"),
         _score("labels-integer", "labels is an array", bad, "labels", stage=h, labels=5),
         _score("label-string", "a label is a token id", bad, "labels[1]", stage=h, labels=[5, "yes"]),
         _score("label-float", "not a float", bad, "labels[0]", stage=h, labels=[5.5]),
@@ -413,6 +414,7 @@ def _responses() -> list[Invalid]:
     return [
         _logprobs("logprobs-labels-string", "labels is an array", bad, "labels", stage=h, labels="5"),
         _logprobs("logprobs-without-prompt", "rows have a prompt", "malformed", "frames", stage=c, arrays=SHARED[1:]),
+        _logprobs("logprobs-truncation", "what is measured is not cut", bad, "truncation", stage=c, truncation="right"),
         _logprobs("logprobs-text", "joined text may have other tokens", bad, "items", stage=c, arrays=words),
         _logprobs("logprobs-prompt-empty", "of all rows", bad, "query", stage=c, arrays=unasked),
         _logprobs("logprobs-response-empty", "row 1", bad, "items[1]", stage=c, arrays=silent),

@@ -162,13 +162,14 @@ def test_options_arrive_under_their_wire_names(coordinator: FakeCoordinator, run
         async with Pool.connect(coordinator.address) as pool:
             await pool.score(
                 [1], [[2]], label_token_ids=np.array([7, 8]), apply_softmax=True, item_first=True, temperature=2,
+                truncation="left",
                 return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0, logprobs=True, raw=True,
             )  # fmt: skip
 
     run(main())
     sent = coordinator.scores[0]
     assert (sent.labels, sent.softmax, sent.item_first, sent.hidden) == ([7, 8], True, True, True)
-    assert sent.temperature == 2.0
+    assert (sent.temperature, sent.truncation) == (2.0, "left")
     assert (sent.group, sent.priority, sent.logprobs, sent.raw) == ("g", -7, True, True)
     assert sent.timeout_ms is not None
     assert 900_000 < sent.timeout_ms <= 1_000_000
@@ -277,6 +278,7 @@ NAN = float("nan")
         ([1], [[2]], {"temperature": NAN, "apply_softmax": True}, "temperature", "0.001 to 1000", "nan"),
         ([1], [[2]], {"temperature": "hot"}, "temperature", "", "a str"),
         ([1], [[2]], {"temperature": 0.5}, "temperature", "", "without apply_softmax"),
+        ([1], [[2]], {"truncation": "middle"}, "truncation", "error, left, right", "'middle'"),
         ([1], [[2]], {"logprobs": "yes"}, "logprobs", "", "True or False"),
         ([1], [[2]], {"item_first": None}, "item_first", "", "True or False"),
         ([1], [[2]], {"retry_busy": "no"}, "retry_busy", "", "True or False"),

@@ -24,6 +24,8 @@ from enginepool.workers.engine import (
     GenerationTask,
     Report,
     RowBatch,
+    TextIds,
+    TextTask,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
@@ -34,12 +36,11 @@ from enginepool.workers.sim.generation import SimGenerator
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
+from enginepool.workers.sim.text import BYTE_OFFSET, text_ids
 from enginepool.workers.sim.weights import SimWeights
 
 #: tokens of the rows by which its pace is measured
 PACE_LENGTH = 64
-#: token id of the byte 0 in the sim's tokenizer; ids below are special
-BYTE_OFFSET = 3
 
 
 class SimEngine:
@@ -148,15 +149,11 @@ class SimEngine:
     async def close(self) -> None:
         """Nothing is held; returns at once."""
 
-    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
-        """One token for each byte of UTF-8, its value + BYTE_OFFSET; no special tokens but a cross-encoder's separators."""
+    async def tokenize(self, task: TextTask) -> TextIds:
+        """As `text.text_ids` says. Raises WireError `bad_request`, or EngineError."""
         if not self._capabilities.text:
             raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")
-        ids = [[[byte + BYTE_OFFSET for byte in text.encode()] for text in pair] for pair in pairs]
-        separator = self.options.separator
-        if separator is None or raw:
-            return [first + second for first, second in ids]
-        return [[*first, separator, *second, separator] if first else [*second, separator] for first, second in ids]
+        return text_ids(task, self.options.separator)
 
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch, after the running one and those of higher priority."""

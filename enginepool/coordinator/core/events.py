@@ -274,6 +274,10 @@ class TextTokenized(Event):
     specs: Sequence[FrameSpec]
     frames: Sequence[Buffer]
     message: str = ""
+    code: str = ""
+    field: str = ""
+    limit: str = ""
+    truncated: int = 0
 
 
 class WorkerHeard(Event):

@@ -15,13 +15,13 @@ A `Work` carries its operation. Only works of one `signature` share a batch, so 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, Part, TaskId, Tokenize
+from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, Part, TaskId, Tokenize, Truncation
 from enginepool.protocol.ragged import bad, id_outside, row_lengths
 
 
@@ -32,7 +32,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     `part` has the operation's own fields; it and `frames` are forwarded as they are. `digest` tells equal contents from others
     within this process. `shared`: the length of a query that all rows begin with and that can be computed once; 0: there is
     none. `values`: how many numbers `part` holds besides its frames. `charge`: what `memory.charge` says, where that is known
-    before any worker is ready.
+    before any worker is ready. `truncation`: of rows that are too long; `truncated`: how many were cut.
     """
 
     operation: "Operation[Any]"
@@ -50,6 +50,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     shared: int = 0
     values: int = 0
     charge: tuple[int, int] | None = None
+    truncation: Truncation = ""
+    truncated: int = 0
 
 
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -60,6 +62,8 @@ class Operation(Protocol[W]):
 
     #: as in `operations` of a worker's capabilities, and of the parts of a batch
     name: str
+    #: what truncation cuts
+    truncates: Literal["items", "query"] = "items"
 
     def open(self, message: Any, frames: Sequence[Buffer]) -> Work:
         """The work that `message` asks for, as far as it can be checked without knowing the model.

@@ -22,9 +22,13 @@ class LogprobsOperation(Operation[Work]):
     """Rows of prompt and response, read by one prefill."""
 
     name = "logprobs"
+    truncates = "query"
 
     def open(self, message: Logprobs, frames: Sequence[Buffer]) -> Work:
         labels, specs = message.labels, message.frames
+        if message.truncation == "right":
+            text = "truncation: 'right' would cut what responses follow; 'left' cuts prompts at their beginning"
+            raise bad("truncation", text, "left")
         if len(labels) > MAX_PLACE_LABELS:
             most = str(MAX_PLACE_LABELS)
             raise bad("labels", f"labels: {len(labels)} ids; at most {most} in a request for logprobs", most)
@@ -37,11 +41,11 @@ class LogprobsOperation(Operation[Work]):
             raise bad("items", f"items: {_TEXT}", "int32")
         columns = _longest_response(frames)
         part = Part(specs, labels, operation=self.name, columns=columns)
-        digest = hash((self.name, message.group, tuple(labels), message.min_version, len(specs), *frames))
+        digest = hash((self.name, message.group, tuple(labels), message.min_version, message.truncation, len(specs), *frames))
         nbytes = sum(map(len, frames))
         return Work(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, False, nbytes, digest, part, tuple(frames), shared,
-            len(labels),
+            len(labels), truncation=message.truncation,
         )  # fmt: skip
 
     def refuse(self, work: Work, can: Capabilities, *, alone: bool = True) -> WireError | None:

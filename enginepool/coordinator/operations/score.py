@@ -53,13 +53,13 @@ class ScoreOperation(Operation[ScoreWork]):
         part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden, temperature=temperature)
         shape = (
             message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
-            temperature,
+            temperature, message.truncation,
         )  # fmt: skip
         digest = hash((*shape, message.min_version, len(specs), *frames))
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
-            part, tuple(frames), shared, len(labels), charge, max_label, message.raw,
+            part, tuple(frames), shared, len(labels), charge, message.truncation, max_label=max_label, raw=message.raw,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
@@ -74,8 +74,12 @@ class ScoreOperation(Operation[ScoreWork]):
             return bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if (work.text or work.max_id >= can.vocab) and (wrong := refuse_ids(work, can)):
             return wrong
-        if can.separator is not None and not work.text and not work.raw and (wrong := _check_separated(work, can.separator)):
-            return wrong
+        if can.separator is not None and not work.text and not work.raw:
+            if work.truncation in ("left", "right"):
+                text = "truncation: ids would lose separators of this model; send text, or truncate them and leave it out"
+                return bad("truncation", text, "error")
+            if wrong := _check_separated(work, can.separator):
+                return wrong
         if not alone:
             return None
         if work.part.hidden and not can.hidden:

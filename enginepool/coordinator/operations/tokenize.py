@@ -11,8 +11,9 @@ from enginepool.protocol.messages import FrameSpec
 from enginepool.protocol.ragged import ITEMS, read_rows
 
 
-def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Work:
-    """The text `work` with its rows replaced by token ids, frames `items` and `item_lengths` of as many rows.
+def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer], truncated: int = 0) -> Work:
+    """The text `work` with its rows replaced by token ids, frames `items` and `item_lengths` of as many rows, of which so many
+    were truncated.
 
     Raises:
         WireError: these are not the ids of that work.
@@ -22,6 +23,8 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
         raise WireError("malformed", "tokenized: the items are utf8; they must be int32", field="frames")
     if rows != (asked := len(work.frames[-1]) // 4):
         raise WireError("malformed", f"tokenized: expected {asked} rows, got {rows}", field="item_lengths")
+    if not 0 <= truncated <= rows:
+        raise WireError("malformed", f"tokenized: truncated = {truncated} of {rows} rows", field="truncated")
     all_specs, all_frames = [*specs], tuple(frames)
     if len(work.frames) > 2:
         # A row has its query and its item in one: the shared query is empty.
@@ -36,4 +39,6 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
         part=replace(work.part, frames=all_specs),
         frames=all_frames,
         shared=0,
+        truncation="",
+        truncated=truncated,
     )

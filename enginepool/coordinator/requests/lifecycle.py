@@ -10,6 +10,7 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
+from enginepool.coordinator.requests.fitting import truncate_waiting
 from enginepool.coordinator.requests.generations import interrupted, stop
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
@@ -33,6 +34,9 @@ class RequestLifecycle:
     def classify(self, request: Request) -> bool:
         """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
         group = request.group
+        if request.work.truncation and not request.started and (wrong := truncate_waiting(request)):
+            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+            return False
         classes = classes_of(request.work, group.plain, group.packed, group.expected)
         if not isinstance(classes, int):
             self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
@@ -176,6 +180,7 @@ class RequestLifecycle:
             Usage(work.rows, work.tokens),
             Timings(queued_us, request.run_us),
             list(specs),
+            truncated=work.truncated,
         )
         self.finish_with(request, message, frames)
 

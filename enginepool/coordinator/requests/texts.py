@@ -20,12 +20,15 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     if request is None or request.state == DONE:
         return
     if e.message:
-        requests.fail(request, "engine_error", e.message)
+        if e.code == "bad_request":
+            requests.fail(request, e.code, e.message, field=e.field, limit=e.limit)
+        else:
+            requests.fail(request, "engine_error", e.message)
         return
     group = request.group
     old = request.work
     try:
-        work = with_ids(old, e.specs, e.frames)
+        work = with_ids(old, e.specs, e.frames, e.truncated)
     except MemoryError:
         requests.no_memory(request)
         return

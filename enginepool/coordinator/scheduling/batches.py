@@ -23,6 +23,7 @@ from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
 from enginepool.coordinator.core.transitions import release_reserved, reserve, start_batch, start_text, start_trial
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.base import longest_row
 from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
 from enginepool.coordinator.scheduling.generation_slots import next_sequences, place, start_message
 from enginepool.coordinator.scheduling.lanes import Lane
@@ -154,7 +155,12 @@ def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) ->
 def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
     """Send a tokenizing task, which its worker may have already: the worker runs an id once."""
     work = request.work
-    core.effects.append(ToWorker(worker.link, work.operation.tokenize(work, task), work.frames))
+    message = work.operation.tokenize(work, task)
+    if work.truncation:
+        can = worker.group.plain or worker.capabilities
+        assert can is not None
+        message.truncation, message.longest = work.truncation, longest_row(can)
+    core.effects.append(ToWorker(worker.link, message, work.frames))
 
 
 def send_batch(core: Context, batch: RunningBatch) -> None:

@@ -22,6 +22,8 @@ from enginepool.workers.engine import (
     GenerationTask,
     Report,
     RowBatch,
+    TextIds,
+    TextTask,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
@@ -37,6 +39,7 @@ from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
+from enginepool.workers.sglang.text.joined_rows import joined_rows
 from enginepool.workers.sglang.weights.updates import SglangWeights
 
 #: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
@@ -172,19 +175,19 @@ class SglangEngine:
             raise EngineError("the engine is not started")
         return self._weights
 
-    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+    async def tokenize(self, task: TextTask) -> TextIds:
         """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
-        unless `raw`, as its tokenizer joins a pair. Raises EngineError."""
+        unless `raw`, as its tokenizer joins a pair. Raises WireError `bad_request`, or EngineError."""
         capabilities = self._serving().capabilities
         tokenizer = tokenizer_of(self._tm)
         if tokenizer is None:
             raise EngineError("the model has no tokenizer: send token ids")
 
-        def encode() -> list[list[int]]:
-            if capabilities.separator is not None and not raw:
-                return pair_rows(tokenizer, self._tm.model_config.hf_config, pairs, capabilities.context)
-            texts = [first + second for first, second in pairs]
-            return [list(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+        def encode() -> TextIds:
+            if capabilities.separator is not None and not task.asked.raw:
+                config = self._tm.model_config.hf_config
+                return TextIds(*pair_rows(tokenizer, config, task.pairs, task.asked, capabilities.context))
+            return TextIds(*joined_rows(tokenizer, task.pairs, task.asked))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)

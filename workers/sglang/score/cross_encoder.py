@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from enginepool.protocol.messages import Tokenize
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.score.token_types import types_of
+from enginepool.workers.sglang.text.truncated_rows import too_long, unless_nothing_left
 
 #: encoders whose head SGLang runs (`_cross_encoding_pooler_archs` there)
 _ARCHITECTURES = ("BertForSequenceClassification", "XLMRobertaForSequenceClassification")
@@ -72,30 +74,63 @@ def activation_of(config: Any) -> Literal["", "sigmoid"]:
     )
 
 
-def pair_rows(tokenizer: Any, config: Any, pairs: Sequence[tuple[str, str]], longest: int) -> list[list[int]]:
-    """Token ids of each pair, cut to what the model takes. A pair whose first text is empty is one text.
+def pair_rows(
+    tokenizer: Any, config: Any, pairs: Sequence[tuple[str, str]], asked: Tokenize, longest: int
+) -> tuple[list[list[int]], int]:
+    """(token ids of each pair, how many of them were truncated). A pair whose first text is empty is one text.
+
+    Unless `asked` names another truncation, rows are cut as the tokenizer cuts pairs, to what the model and it take.
 
     Raises:
+        WireError: nothing would be left of an item.
         EngineError: the tokenizer does not separate texts, or the first text of a pair contains the separator.
     """
-    most = min(tokenizer.model_max_length, config.max_position_embeddings, longest)
+    texts = [(first, second) if first else (second,) for first, second in pairs]
+    encoded = _encode(tokenizer, texts)
+    if asked.truncation:
+        longer = too_long([row for row, _ in encoded], asked)
+        cut = [_truncated(tokenizer, texts[i], asked, i) for i in longer]
+    else:
+        most = min(tokenizer.model_max_length, config.max_position_embeddings, longest)
+        longer = [i for i, (row, _) in enumerate(encoded) if len(row) > most]
+        cut = _encode(tokenizer, [texts[i] for i in longer], truncation=True, max_length=most)
+    for i, row in zip(longer, cut, strict=True):
+        encoded[i] = row
     separator = tokenizer.sep_token_id
     typed = getattr(config, "type_vocab_size", 1) > 1
-
-    def encode(*texts: list[str]) -> list[tuple[list[int], list[int]]]:
-        if not texts[0]:
-            return []
-        encoded = tokenizer(*texts, truncation=True, max_length=most, return_token_type_ids=True, verbose=False)
-        return [(list(ids), list(types)) for ids, types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True)]
-
-    joined = iter(encode([first for first, _ in pairs if first], [second for first, second in pairs if first]))
-    single = iter(encode([second for first, second in pairs if not first]))
-    rows: list[list[int]] = []
-    for i, (first, _) in enumerate(pairs):
-        row, types = next(joined if first else single)
-        if first and separator not in row[1:-1]:
+    for i, (row, types) in enumerate(encoded):
+        if len(texts[i]) == 2 and separator not in row[1:-1]:
             raise EngineError("the model's tokenizer puts no separator between two texts: send token ids")
-        if first and typed and types != types_of(row, separator):
+        if len(texts[i]) == 2 and typed and types != types_of(row, separator):
             raise EngineError(f"items[{i}]: the first text of the pair contains the separator {tokenizer.sep_token!r}")
-        rows.append(row)
-    return rows
+    return [row for row, _ in encoded], len(longer)
+
+
+#: token ids and token types
+_Encoded = tuple[list[int], list[int]]
+
+
+def _encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], **how: Any) -> list[_Encoded]:
+    """Each text, or pair of texts, with the special tokens of the model."""
+    found: list[_Encoded] = [([], [])] * len(texts)
+    for size in (1, 2):
+        places = [i for i, some in enumerate(texts) if len(some) == size]
+        if places:
+            sides = [list(side) for side in zip(*(texts[i] for i in places), strict=True)]
+            encoded = tokenizer(*sides, return_token_type_ids=True, verbose=False, **how)
+            for i, ids, types in zip(places, encoded["input_ids"], encoded["token_type_ids"], strict=True):
+                found[i] = list(ids), list(types)
+    return found
+
+
+def _truncated(tokenizer: Any, texts: tuple[str, ...], asked: Tokenize, row: int) -> _Encoded:
+    """A row whose item is cut on the side that was asked for."""
+    item = -1 if len(texts) == 1 and asked.item_first else 0 if len(texts) == 1 or asked.item_first else 1
+    whole = tokenizer(*texts, verbose=False)
+    unless_nothing_left(len(whole["input_ids"]) - whole.sequence_ids(0).count(item), asked, row)
+    side, tokenizer.truncation_side = tokenizer.truncation_side, asked.truncation
+    try:
+        how = "only_second" if item else "only_first"
+        return _encode(tokenizer, [texts], truncation=how, max_length=asked.longest)[0]
+    finally:
+        tokenizer.truncation_side = side

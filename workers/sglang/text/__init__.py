@@ -1,0 +1,1 @@
+"""Texts of requests to token ids, by the tokenizer of the model. No SGLang here."""

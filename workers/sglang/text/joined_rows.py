@@ -1,0 +1,38 @@
+"""Rows of two texts that are joined into one. No SGLang here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from enginepool.protocol.messages import Tokenize
+from enginepool.workers.engine import EngineError
+from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
+
+
+def joined_rows(tokenizer: Any, pairs: Sequence[tuple[str, str]], asked: Tokenize) -> tuple[list[list[int]], int]:
+    """(token ids of each pair's concatenation, with the special tokens that the tokenizer adds; how many were truncated).
+
+    Raises:
+        WireError: nothing would be left of an item.
+        EngineError: the tokenizer does not say which tokens are of the item.
+    """
+    if not pairs:
+        return [], 0
+    rows = [list(ids) for ids in tokenizer([first + second for first, second in pairs], verbose=False)["input_ids"]]
+    longer = too_long(rows, asked)
+    for i in longer:
+        rows[i] = _truncated(tokenizer, *pairs[i], asked, i)
+    return rows, len(longer)
+
+
+def _truncated(tokenizer: Any, first: str, second: str, asked: Tokenize, row: int) -> list[int]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise EngineError("truncation: this model's tokenizer does not say which tokens an item has; send token ids")
+    encoded = tokenizer(first + second, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
+    ids: list[int] = list(encoded["input_ids"])
+    edge, of_item = len(first), list[int]()
+    for at, ((start, end), special) in enumerate(zip(encoded["offset_mapping"], encoded["special_tokens_mask"], strict=True)):
+        # A token of both texts is of the query, which is kept.
+        if not special and (end <= edge if asked.item_first else start >= edge):
+            of_item.append(at)
+    unless_nothing_left(len(ids) - len(of_item), asked, row)
+    return drop(ids, of_item, asked)

@@ -1,0 +1,30 @@
+"""The tokenizer of the sim engine: one token for each byte of UTF-8, and a cross-encoder's separators."""
+
+from enginepool.workers.engine import TextIds, TextTask
+from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
+
+#: token id of the byte 0; ids below are special
+BYTE_OFFSET = 3
+
+
+def text_ids(task: TextTask, separator: int | None) -> TextIds:
+    """The ids of each row; without a named truncation nothing is cut. Raises WireError `bad_request`."""
+    asked = task.asked
+    if asked.raw:
+        separator = None
+    rows = [_joined(*pair, separator) for pair in task.pairs]
+    longer = too_long(rows, asked)
+    for i in longer:
+        first, second = (len(text.encode()) for text in task.pairs[i])
+        behind = 0 if asked.item_first else first + (separator is not None and first > 0)
+        of_item = range(behind, behind + (first if asked.item_first else second))
+        unless_nothing_left(len(rows[i]) - len(of_item), asked, i)
+        rows[i] = drop(rows[i], of_item, asked)
+    return TextIds(rows, len(longer))
+
+
+def _joined(first: str, second: str, separator: int | None) -> list[int]:
+    one, two = ([byte + BYTE_OFFSET for byte in text.encode()] for text in (first, second))
+    if separator is None:
+        return one + two
+    return [*one, separator, *two, separator] if first else [*two, separator]
