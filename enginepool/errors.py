@@ -142,6 +142,11 @@ class VersionBackwards(_WireCode, ValueError, code="version_backwards"):
     """A weight version must be above the committed one, which `limit` names."""
 
 
+class VersionPassed(_WireCode, code="version_passed"):
+    """Newer weights than the exact `version` of the call are committed, as `limit` says: no weights of that version answer any
+    more."""
+
+
 class WeightsRefused(_WireCode, ValueError, code="weights_refused"):
     """The tensors do not fit the model, or hold NaN or infinity; `field` names one. No engine was touched."""
 

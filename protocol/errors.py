@@ -68,6 +68,9 @@ CODES: dict[str, CodeFacts] = {
     "version_backwards": CodeFacts(
         "caller", False, "a weight version is not above the committed one, which `limit` names", kept="accepted"
     ),
+    "version_passed": CodeFacts(
+        "none", False, "newer weights than the exact `version` of the request are committed, as `limit` says", kept="accepted"
+    ),
     "weights_refused": CodeFacts(
         "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one", kept="accepted"
     ),

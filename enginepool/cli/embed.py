@@ -46,7 +46,7 @@ def embed(
     It reads, writes, stops and continues as `enginepool score` does.
 
     A line of IN is {"inputs": ...}: a list of texts, or of lists of token ids. It may have an "id", which comes back with the
-    answer, and any of dimensions, normalize, truncation, group, priority, timeout, min_version for itself.
+    answer, and any of dimensions, normalize, truncation, group, priority, timeout, min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "embeddings", one row for each
     input; or "error" with a code and a message. Exit code 1 if any line has an error.

@@ -29,6 +29,9 @@ def _shared(
     min_version: Annotated[
         int, typer.Option(metavar="VERSION", min=0, help="The oldest weights that may answer; requests wait for them.")
     ] = 0,
+    version: Annotated[
+        int | None, typer.Option(metavar="VERSION", min=0, help="The only weights that may answer; requests wait for them.")
+    ] = None,
     mixed_versions: Annotated[
         bool, typer.Option("--mixed-versions", help="Go on although OUT has answers of another weight version.")
     ] = False,
@@ -57,7 +60,7 @@ def file_command(
 
             common = {name: given.pop(name) for name in shared}
             settings = own(**given)
-            settings |= {name: common.pop(name) for name in ("group", "priority", "timeout", "min_version")}
+            settings |= {name: common.pop(name) for name in ("group", "priority", "timeout", "min_version", "version")}
             run_file(form, ask, settings, address=common.pop("connect"), **common)
 
         places, options = list(shared.values())[:2], list(shared.values())[2:]

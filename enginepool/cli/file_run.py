@@ -32,7 +32,7 @@ LINES_BETWEEN_TURNS = 256
 #: Errors that say nothing about the line: the run stops, and the line is asked again when it is resumed.
 NOT_OF_THE_LINE = {"closed", "forbidden", "superseded", "unauthorized", "protocol_version"}
 #: options that do not change an answer
-_WITHOUT_EFFECT = ("priority", "timeout", "min_version")
+_WITHOUT_EFFECT = ("priority", "timeout", "min_version", "version")
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def generate(
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
-    any of n, logprobs, SGLang's sampling parameters, group, priority, timeout, min_version for itself.
+    any of n, logprobs, SGLang's sampling parameters, group, priority, timeout, min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
     "token_ids" and "finish_reason"; or "error" with a code and a message. Exit code 1 if any line has an error. The tokenizer
@@ -88,7 +88,7 @@ def generate(
       enginepool generate prompts.jsonl samples.jsonl --n 8 --logprobs --group policy
     """
     settings = dict.fromkeys(GenerateLine.__struct_fields__)
-    for name in ("id", "prompt", "group", "priority", "timeout", "min_version"):
+    for name in ("id", "prompt", "group", "priority", "timeout", "min_version", "version"):
         del settings[name]
     settings |= {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     return settings | {"stop": stop or None, "sampling_seed": sampling_seed, "logprobs": logprobs}

@@ -33,6 +33,7 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
     timeout: float | None = None
     min_version: int | None = None
+    version: int | None = None
 
     def settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` of the command, replaced by what the line says itself."""

@@ -37,7 +37,7 @@ def logprobs(truncation: Truncation = None) -> dict[str, Any]:
 
     A line of IN is {"prompts": ..., "responses": ...}: lists of token ids of each, or the ids of one prompt for all responses.
     It may have an "id", which comes back with the answer, and any of label_token_ids, truncation, group, priority, timeout,
-    min_version for itself.
+    min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "logprobs", one list for each
     response; or "error" with a code and a message. Exit code 1 if any line has an error.

@@ -72,7 +72,7 @@ def score(
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
     have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, temperature, truncation,
-    logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version for itself.
+    logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.

@@ -62,7 +62,7 @@ class EmbedCalls(RowCalls):
             normalize: embeddings have length 1, after they were cut to `dimensions`. Default: True.
             truncation: inputs that are longer than the model takes are refused (`error`, the default), or cut on the `left` or
                 `right`. Special tokens that the tokenizer adds to a text stay; token ids are cut as they are.
-            priority, timeout, retry_busy, min_version: as in `score`.
+            priority, timeout, retry_busy, min_version, version: as in `score`.
 
         Returns:
             embeddings float32 [inputs, dimensions], and what it took; see `EmbedResult`.

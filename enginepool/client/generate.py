@@ -77,6 +77,7 @@ class GenerateCalls(RowCalls):
             continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
                 by their length and have fewer than `max_new_tokens`, go on after their tokens. The result has all tokens.
             group, priority, timeout, retry_busy, min_version: as in `score`.
+            version: as in `score`; a call of which tokens were generated ends as `interrupted` once a newer one is committed.
 
         Returns:
             `generations[prompt][sample]`, each with its token ids; see `Generations` and `Generation`. The result has no text:
@@ -101,8 +102,8 @@ class GenerateCalls(RowCalls):
             prompt: a text, or token ids.
             credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
                 its own stream alone. 1 to 65536; default: 1024.
-            n, sampling parameters, logprobs, partial, continue_from, group, priority, timeout, retry_busy, min_version: as in
-                `generate`; `timeout` is for the whole stream.
+            n, sampling parameters, logprobs, partial, continue_from, group, priority, timeout, retry_busy, min_version,
+                version: as in `generate`; `timeout` is for the whole stream.
 
         Returns:
             An iterable of `TokenChunk`, each with the next tokens of one sample; its `result()` is what `generate` returns.

@@ -69,7 +69,7 @@ class LogprobsCalls(RowCalls):
             group: may be left out where the pool has one group.
             truncation: prompts that are too long with their response are refused (`error`, the default), or cut on the `left`:
                 one prompt for all responses by the longest of them. No response is cut.
-            priority, timeout, retry_busy, min_version: as in `score`.
+            priority, timeout, retry_busy, min_version, version: as in `score`.
 
         Returns:
             logprobs, an array float32 [tokens] for each response, and what it took; see `LogprobsResult`.

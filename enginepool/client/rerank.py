@@ -58,7 +58,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         Args:
             queries, documents: as `inputs` of `embed`: all texts, or all token ids.
             truncation: as in `embed`, of queries and documents.
-            group, priority, timeout, retry_busy, min_version: as in `score`.
+            group, priority, timeout, retry_busy, min_version, version: as in `score`.
 
         Raises:
             BadRequest, EnginepoolError: as in `embed`.
@@ -82,7 +82,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             label_token_ids: causal models: two or more token ids that may follow; the first one means relevant ("yes", "no").
             top_n: so many of the best. Default: None, which is all.
             truncation: as in `score`, of documents; for an embedding model as in `embed`, also of the query.
-            priority, timeout, retry_busy, min_version: as in `score`.
+            priority, timeout, retry_busy, min_version, version: as in `score`.
 
         Raises:
             BadRequest: an argument cannot be served; `field` names it. `group`: its model has several scores for a pair.

@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, TypeVar
 
-from enginepool.client.arguments import check_flag, check_group, check_priority, check_timeout, check_truncation, check_version
+from enginepool.client.arguments import (
+    bad,
+    check_flag,
+    check_group,
+    check_priority,
+    check_timeout,
+    check_truncation,
+    check_version,
+)
 from enginepool.client.connection import Connection
 from enginepool.client.notices import Notices
 from enginepool.protocol.frames import Buffer
@@ -20,6 +28,7 @@ class RowOptions(TypedDict, total=False):
     timeout: float | None
     retry_busy: bool
     min_version: int
+    version: int | None
 
 
 class TruncatedOptions(RowOptions, total=False):
@@ -64,6 +73,11 @@ def set_options(request: RowRequest | Generate, options: RowOptions) -> tuple[fl
     request.group = check_group(options.get("group", ""))
     request.priority = check_priority(options.get("priority", 0))
     request.min_version = check_version(options.get("min_version", 0), "min_version")
+    exact = options.get("version")
+    request.version = None if exact is None else check_version(exact)
+    if request.version is not None and request.min_version > request.version:
+        text = f"min_version: {request.min_version} with version = {request.version}; at most version"
+        raise bad("min_version", text, str(request.version))
     return check_timeout(options.get("timeout")), check_flag("retry_busy", options.get("retry_busy", True))
 
 

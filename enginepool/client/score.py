@@ -93,6 +93,8 @@ class ScoreCalls(RowCalls):
                 None, which is no limit.
             retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
             min_version: the oldest weights that may answer; the request waits in the pool until they are there. Default: 0.
+            version: the only weights that may answer. A later version is waited for; after an earlier one, or once a newer one
+                is committed, the call ends with VersionPassed. Default: None, which is any.
             logprobs: natural logarithms instead of probabilities, computed as such: in float32 a probability below 1e-45 is 0,
                 and its logarithm -inf. Classifiers: only with `apply_softmax`, or where the head's outputs are probabilities.
                 Default: False.

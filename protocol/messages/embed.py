@@ -26,6 +26,7 @@ class Embed(Message, tag="embed"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    version: int | None = None
     truncation: Truncation = ""
 
     @property

@@ -85,6 +85,7 @@ class Generate(Message, tag="generate"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    version: int | None = None
 
     @property
     def values(self) -> int:

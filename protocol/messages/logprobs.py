@@ -28,6 +28,7 @@ class Logprobs(Message, tag="logprobs"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    version: int | None = None
     truncation: Truncation = ""
 
     @property

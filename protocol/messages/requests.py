@@ -31,6 +31,7 @@ class Score(Message, tag="score"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    version: int | None = None
     logprobs: bool = False
     raw: bool = False
     temperature: float = 1.0

@@ -323,10 +323,10 @@ def test_two_runs_never_write_one_output(pool: StandIn, files: tuple[Path, Path]
 def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, files: tuple[Path, Path]) -> None:
     source, target = files
     source.write_text(
-        '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false, "min_version": 9}\n'
+        '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false, "min_version": 9, "version": 9}\n'
         '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
     )
-    flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2]
+    flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2, "--version", 8]
     flags += ["--temperature", 0.5, "--truncation", "left"]
     assert call("score", source, target, *flags, "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
     assert pool.asked == [[1, 2], "a"]
@@ -340,8 +340,8 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
         "truncation": "left",
     }
     assert pool.settings == [
-        {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9},
-        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5, "min_version": 2},
+        {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9, "version": 9},
+        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5, "min_version": 2, "version": 8},
     ]
 
 

@@ -27,6 +27,11 @@ class Weights(NamedTuple):
     digest: str = ""
 
 
+def passed(version: int, weights: Sequence[Weights]) -> bool:
+    """Whether weights of a newer version than this one were ever committed."""
+    return any(one.committed and one.version > version for one in weights)
+
+
 class Answered(NamedTuple):
     """One sequence of an answer; the frames as bytes."""
 
@@ -52,6 +57,7 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
     versions = [version for sequence in sequences for version, _ in sequence.spans]
     assert not versions or message.version == max(versions), f"{call}: version {message.version}"
     assert all(version >= request.min_version for version in versions), f"{call}: {versions}"
+    assert request.version is None or not {*versions} - {request.version}, f"{call}: {versions}, asked for {request.version}"
     known = {end.sequence: end for end in request.ended}
     for i, sequence in enumerate(sequences):
         if i in known:
@@ -95,8 +101,9 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
 
 def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights]) -> None:
     request, end, told = generating.request, sequence.end, f"{call}: sequence {i}: {sequence.end}, {sequence.spans}"
-    may = request.partial or generating.constrained
-    assert end.reason != "interrupted" or (may and sequence.tokens and end.matched is None), told
+    may = (request.partial or generating.constrained) and sequence.tokens
+    may = may or (request.version is not None and passed(request.version, weights))
+    assert end.reason != "interrupted" or (may and end.matched is None), told
     prompt, brought = call.prompts[i // request.n], generating.brought[i]
     has, sampling = len(brought) // 4, request.sampling
     sampling = replace(

@@ -10,7 +10,7 @@ from enginepool.config import Limits
 from enginepool.protocol.messages import ErrorReply, Generate, Generated, Result
 from enginepool.protocol.messages.weights import Published
 from tests.sim.commands import CommandOracle
-from tests.sim.generated import Weights, check_generated
+from tests.sim.generated import Weights, check_generated, passed
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
@@ -91,6 +91,7 @@ class Oracle:
         assert right, f"{call}: wrong scores"
         assert right[-1] >= call.floor or not weights[right[-1]].committed, f"{call}: version {result.version} is of yesterday"
         assert result.version >= call.score.min_version, f"{call}: version {result.version}"
+        assert call.score.version in (None, result.version), f"{call}: version {result.version}, asked for {call.score.version}"
         assert [spec.name for spec in result.frames] == call.names, f"{call}: {result.frames}"
         assert result.frames[0].shape == (len(call.prompts), len(call.columns)), f"{call}: {result.frames}"
         assert sum(map(len, frames)) <= self.limits.max_message_bytes, f"{call}: an answer over the size limit"
@@ -146,6 +147,10 @@ class Oracle:
             assert self._name(call.score.group) in self.down, told
         elif code == "needs_weights":
             assert self._name(call.score.group) in self.needed, told
+        elif code == "version_passed":
+            assert call.score.version is not None and passed(call.score.version, self.weights[self._name(call.score.group)]), (
+                told
+            )
         elif code in ("bad_request", "unknown_group"):
             assert call.bad == code, told
         elif code == "closed":

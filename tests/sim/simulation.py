@@ -25,7 +25,7 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
-from tests.sim.traffic import CALLS, Call, Mix, embed_instead, logprobs_instead, make_call, widen
+from tests.sim.traffic import CALLS, Call, Mix, embed_instead, exact_instead, logprobs_instead, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -210,6 +210,8 @@ class Simulation:
                 generate_instead(Random(uid), call, plan.capabilities[name], plan.generate)
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
+            if plan.offers:
+                exact_instead(Random(uid), call, plan.versions[name])
             self.oracle.add(call)
             client = self.clients[call.client]
             world.at(call.arrival, client.submit, call)

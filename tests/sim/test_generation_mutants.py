@@ -11,6 +11,7 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations
 from enginepool.coordinator.scheduling import batches
+from enginepool.coordinator.weights import outcomes
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, StartGeneration
 from enginepool.workers.events import SendToCoordinator, StepsDone, WorkerEffect
@@ -140,6 +141,13 @@ def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -
     patch.setattr(RunningSequence, "begin_again", begin_again)
 
 
+def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
+    def end_passed(requests: Any, group: Any) -> None:
+        """Nothing."""
+
+    patch.setattr(outcomes, "end_passed", end_passed)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -156,6 +164,7 @@ def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -
         workers_label_tokens_with_what_they_heard_is_committed,
         a_new_link_gets_tokens_before_its_request,
         sequences_that_come_back_keep_their_spans_alone,
+        what_names_an_exact_version_outlives_it,
     ],
     ids=lambda mutate: mutate.__name__,
 )

@@ -201,6 +201,14 @@ def logprobs_instead(call: Call, can: Capabilities) -> None:
     call.prompts = prompts_of(Part([]), frames)
 
 
+def exact_instead(random: Random, call: Call, committed: int) -> None:
+    """Let a share of the calls name the exact version of the weights that answer: the committed one, or one that may come."""
+    if call.bad or random.random() >= 0.15:
+        return
+    call.score.min_version, call.score.version = 0, committed + random.choice((0, 0, 0, 1, 2))
+    call.timeout = call.timeout or 20.0
+
+
 def _row(random: Random, mark: list[int], width: int) -> list[int]:
     return mark + _filler(random, random.randint(0, max(0, width - 2)))
 

@@ -92,6 +92,7 @@ def _from_client() -> list[Valid]:
                 priority=-5,
                 timeout_ms=30000,
                 min_version=3,
+                version=4,
             ),
             (*PROMPTS, *OUTPUT),
             exact=False,

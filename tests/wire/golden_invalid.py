@@ -770,6 +770,8 @@ def _updates() -> list[Invalid]:
             _hex({"type": "inspect_weights", "id": 1, "what": "why"}),
         ),
         _score("score-min-version", "versions begin at 0", bad, "min_version", stage=v, min_version=-1),
+        _score("score-version", "versions begin at 0", bad, "version", stage=v, version=-1),
+        _score("score-version-below-min-version", "which of them?", bad, "min_version", stage=v, min_version=3, version=2),
         Invalid(
             "prepared-update-missing",
             "worker-coordinator",

@@ -44,11 +44,18 @@ def test_token_ids_travel_without_a_query_and_embeddings_come_back(coordinator: 
 
 
 def test_text_and_every_option_travel(coordinator: FakeCoordinator) -> None:
-    options = {"group": "g", "dimensions": 2, "normalize": False, "priority": -3, "timeout": 30, "min_version": 4}
+    options = {"group": "g", "dimensions": 2, "normalize": False, "priority": -3, "timeout": 30, "min_version": 4, "version": 5}
     assert embed(coordinator, ["zwölf", "a"], **options).embeddings.shape == (2, 2)
     assert coordinator.payloads == [["zwölfa".encode(), b"\6\0\0\0\1\0\0\0"]]
     [sent] = coordinator.embeds
-    assert (sent.group, sent.dimensions, sent.normalize, sent.priority, sent.min_version) == ("g", 2, False, -3, 4)
+    assert (sent.group, sent.dimensions, sent.normalize, sent.priority, sent.min_version, sent.version) == (
+        "g",
+        2,
+        False,
+        -3,
+        4,
+        5,
+    )
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
 
 

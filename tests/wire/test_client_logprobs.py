@@ -41,13 +41,13 @@ def test_one_prompt_for_all_responses_travels_once_and_rows_come_back_cut(coordi
 
 @pytest.mark.parametrize("prompts", [[[1], [2, 7]], (np.array([1]), np.array([2, 7], np.uint8))])
 def test_prompts_of_their_own_and_every_option_travel(coordinator: FakeCoordinator, prompts: Any) -> None:
-    options = {"group": "g", "label_token_ids": [8, 9], "priority": -3, "timeout": 30, "min_version": 4}
+    options = {"group": "g", "label_token_ids": [8, 9], "priority": -3, "timeout": 30, "min_version": 4, "version": 5}
     result = ask(coordinator, prompts, [[3], [4, 5]], **options)
     assert result.labels is not None
     assert [row.tolist() for row in result.labels] == [[[0.0, -1.0]], [[-4.0, -5.0], [-6.0, -7.0]]]
     [sent] = coordinator.logprobs
     assert [spec.name for spec in sent.frames] == ["query", "query_lengths", "items", "item_lengths"]
-    assert (sent.group, sent.labels, sent.priority, sent.min_version) == ("g", [8, 9], -3, 4)
+    assert (sent.group, sent.labels, sent.priority, sent.min_version, sent.version) == ("g", [8, 9], -3, 4, 5)
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
 
 

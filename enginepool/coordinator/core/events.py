@@ -108,6 +108,7 @@ class Submit(Event):
     min_version: int = 0
     unread: int = 0
     outboxes: int = 0
+    exact_version: int | None = None
 
 
 class CancelAsked(Event):

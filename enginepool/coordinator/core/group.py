@@ -15,7 +15,7 @@ from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
-from enginepool.coordinator.scheduling.version_queue import VersionQueue
+from enginepool.coordinator.scheduling.version_queue import ExactVersions, VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities
@@ -31,8 +31,8 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "blocked", "config", "counts", "cut", "down", "expected", "first_answer", "halvings", "heard_committed", "history",
-        "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
+        "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings", "heard_committed",
+        "history", "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
         "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
         "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
         "weights_lost", "weights_lost_classes", "woken", "workers", "zeros",
@@ -106,6 +106,8 @@ class Group:
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
         self.version_queue: VersionQueue[Request] = VersionQueue()
+        #: live requests that name one exact version
+        self.exact: ExactVersions[Request] = ExactVersions()
         #: text requests that no worker tokenizes yet, suspects aside
         self.texts: Queue[Request] = Queue()
         #: requests in TEXT or QUEUED, requests in RUNNING, the tokens of all of them, and of those in RUNNING

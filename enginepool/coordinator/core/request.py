@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
 from enginepool.coordinator.core.generation_state import GenerationState
-from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
+from enginepool.coordinator.core.request_state import NAMES, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
@@ -60,9 +60,9 @@ class Request:
     """A request until its final answer."""
 
     __slots__ = (
-        "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "flying",
-        "forwards", "generation", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces",
-        "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
+        "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "exact_version",
+        "flying", "forwards", "generation", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets",
+        "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
     def __init__(self, client: Client, group: "Group", asked: Submit, answer: int, held: int, seq: int) -> None:
@@ -112,8 +112,10 @@ class Request:
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
         self.lane: Holder | None = None
+        #: weights of this version alone answer it, or of any; it is in `group.exact` then
+        self.exact_version = asked.exact_version
         #: it runs once this version, or a later one, is committed
-        self.min_version = asked.min_version
+        self.min_version = asked.exact_version or asked.min_version
         #: the sequences of a request to generate: its rows
         self.generation: GenerationState[RunningBatch] | None = None
         if isinstance(work, GenerateWork):
@@ -130,6 +132,19 @@ class Request:
         if self.min_version > group.version:
             return group.version_queue
         return group.suspects if self.suspect else group.queue
+
+    @property
+    def unmet(self) -> str:
+        """What it waits for, where that is more than its turn: the end of an error."""
+        group = self.group
+        if self.state == RUNNING:
+            return ""
+        if self.min_version > group.version:
+            name = "min_version" if self.exact_version is None else "version"
+            return f"; {name} is {self.min_version}, but the committed weight version is {group.version}"
+        if not any(worker.able for worker in group.workers.values()):
+            return f"; no worker of group {group.name} is ready"
+        return ""
 
     def waiting_rows(self) -> int:
         return self.work.rows - self.next + sum(end - start for start, end in self.back)

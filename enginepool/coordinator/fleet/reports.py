@@ -8,7 +8,7 @@ from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, en
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
-from enginepool.coordinator.requests import generations, texts
+from enginepool.coordinator.requests import exact_version, generations, texts
 from enginepool.coordinator.requests.cached_prompts import count_cached
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
@@ -124,6 +124,8 @@ class WorkerReports:
         if worker is None:
             return
         progress = any((e.epoch, step.task) in worker.batches and (step.count or step.reason) for step in e.steps)
+        if e.version != worker.group.version:
+            exact_version.take_back(self.requests, worker, e)
         if wrong := count_cached(worker, e) or generations.generated(self.requests, worker, e):
             self.workers.lose(worker, wrong, kill=True)
             return

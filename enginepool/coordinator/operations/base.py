@@ -124,6 +124,8 @@ class RequestMessage(Protocol):
     def timeout_ms(self) -> int | None: ...
     @property
     def min_version(self) -> int: ...
+    @property
+    def version(self) -> int | None: ...
 
 
 def check_request(message: RequestMessage) -> None:
@@ -138,6 +140,11 @@ def check_request(message: RequestMessage) -> None:
         raise bad("priority", f"priority: {message.priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
     if not 0 <= message.min_version <= MAX_ID:
         raise bad("min_version", f"min_version: {message.min_version} is outside 0..{MAX_ID}", str(MAX_ID))
+    if (version := message.version) is not None and not 0 <= version <= MAX_ID:
+        raise bad("version", f"version: {version} is outside 0..{MAX_ID}", str(MAX_ID))
+    if version is not None and message.min_version > version:
+        text = f"min_version: {message.min_version} with version = {version}; at most version"
+        raise bad("min_version", text, str(version))
     if message.timeout_ms is not None and message.timeout_ms <= 0:
         raise bad("timeout_ms", f"timeout_ms: {message.timeout_ms}; a timeout is more than 0", "0")
 

@@ -27,7 +27,9 @@ class EmbedOperation(Operation[Work]):
         specs = message.frames
         rows, tokens, longest, max_id, _, text = read_rows(specs, frames, (ITEMS,), "a request to embed")
         part = Part(specs, operation="embed", dimensions=dimensions, normalize=normalize)
-        digest = hash((self.name, message.group, dimensions, normalize, message.min_version, message.truncation, *frames))
+        digest = hash(
+            (self.name, message.group, dimensions, normalize, message.min_version, message.version, message.truncation, *frames)
+        )
         nbytes = sum(map(len, frames))
         return Work(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, text, nbytes, digest, part, tuple(frames),

@@ -80,7 +80,7 @@ class GenerateOperation(Operation[GenerateWork]):
         digest = hash(
             (
                 self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
-                message.partial, message.min_version, *frames[:2],
+                message.partial, message.min_version, message.version, *frames[:2],
             )
         )  # fmt: skip
         answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)

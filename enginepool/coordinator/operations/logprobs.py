@@ -41,7 +41,8 @@ class LogprobsOperation(Operation[Work]):
             raise bad("items", f"items: {_TEXT}", "int32")
         columns = _longest_response(frames)
         part = Part(specs, labels, operation=self.name, columns=columns)
-        digest = hash((self.name, message.group, tuple(labels), message.min_version, message.truncation, len(specs), *frames))
+        versions = message.min_version, message.version
+        digest = hash((self.name, message.group, tuple(labels), *versions, message.truncation, len(specs), *frames))
         nbytes = sum(map(len, frames))
         return Work(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, False, nbytes, digest, part, tuple(frames), shared,

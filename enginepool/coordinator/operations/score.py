@@ -55,7 +55,7 @@ class ScoreOperation(Operation[ScoreWork]):
             message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
             temperature, message.truncation,
         )  # fmt: skip
-        digest = hash((*shape, message.min_version, len(specs), *frames))
+        digest = hash((*shape, message.min_version, message.version, len(specs), *frames))
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text, nbytes, digest,

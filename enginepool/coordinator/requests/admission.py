@@ -20,6 +20,7 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.operations.truncation import fitted
+from enginepool.coordinator.requests.exact_version import passed
 from enginepool.coordinator.requests.generations import answer as answer_generation
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -63,6 +64,10 @@ class Admission:
             return
         if group.weights_lost and not classes & ~group.unservable:
             core.refuse(e.link, e.id, "needs_weights", group.weights_lost)
+            return
+        if e.exact_version is not None and e.exact_version < group.version:
+            why, limit = passed(e.exact_version, group), str(group.version)
+            core.refuse(e.link, e.id, "version_passed", why, field="version", limit=limit)
             return
         limits = core.config.limits
         can = group.plain or group.packed
@@ -167,12 +172,14 @@ class Admission:
             group.peak, group.peak_at = e.priority, core.now
         if e.deadline is not None:
             core.deadlines.add(request, e.deadline)
+        if e.exact_version is not None:
+            group.exact.add(request, e.exact_version)
         if not request.left:
             answer_generation(self.requests, request)  # its client has every token, and not the answer
         elif work.text:
             request.queue.push(request)
         else:
-            queue = group.version_queue if e.min_version > group.version else group.queue
+            queue = group.version_queue if request.min_version > group.version else group.queue
             heads = queue.push(request)
             blocked = group.blocked
             # The common cases under load need no look at the workers: the head stays, or the new one needs as much.

@@ -45,7 +45,7 @@ class StreamRequests(Protocol):
         """The final answer of a live request is this one."""
         ...
 
-    def fail(self, request: Request, code: str, message: str) -> None:
+    def fail(self, request: Request, code: str, message: str, *, field: str = "", limit: str = "") -> None:
         """The final answer of a live request is an error."""
         ...
 
@@ -206,7 +206,7 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
     request.flying -= count
     for first, end in ranges:
         for place in range(first, end):
-            _interrupt(request, work, state, place)
+            _interrupt(work, state, place)
     if lost and state.lost_with is not batch.worker:
         # Once for all tasks that the worker had of it.
         state.losses, state.lost_with = state.losses + 1, batch.worker
@@ -222,20 +222,22 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
         requests.put_back(request, ranges)
 
 
-def _interrupt(request: Request, work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
+def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
     sequence = state.sequences[place]
     has = len(sequence.tokens)
     new = has - sequence.start
-    if has == work.sampling.max_new_tokens:
-        sequence.end = SequenceEnd(place, "length")
-        if work.stream:
-            state.behind[place] = None
-    elif new and (work.partial or (work.constrained and sequence.sent > sequence.start)):
-        sequence.end = SequenceEnd(place, "interrupted")
-        if work.stream:
-            state.behind[place] = None
+    if has == work.sampling.max_new_tokens or (new and (work.partial or (work.constrained and sequence.sent > sequence.start))):
+        end_early(work, state, place)
     elif new and work.constrained:
         sequence.begin_again()
+
+
+def end_early(work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
+    """A sequence has ended as far as it is."""
+    full = len(state.sequences[place].tokens) == work.sampling.max_new_tokens
+    state.sequences[place].end = SequenceEnd(place, "length" if full else "interrupted")
+    if work.stream:
+        state.behind[place] = None
 
 
 def stop(core: Context, request: Request) -> None:

@@ -75,6 +75,9 @@ class RequestLifecycle:
                 code = outcome.code if outcome.code in _TOLD else "engine_error"
                 self.fail(request, code, outcome.message)
                 continue
+            if request.exact_version is not None and request.exact_version != e.version:
+                self.put_back(request, [(start, end)])
+                continue
             if isinstance(request.forwards, list):
                 request.forwards.append(e.forwards)
             else:
@@ -236,6 +239,8 @@ class RequestLifecycle:
         del group.live[request]
         if group.cut:
             group.cut.pop(request, None)
+        if request.exact_version is not None:
+            group.exact.discard(request, request.exact_version)
         if request.classes != group.expected and (listed := group.only.get(request.classes)):
             listed.pop(request, None)
         held = request.held
@@ -274,7 +279,7 @@ class RequestLifecycle:
         core = self.core
         for request in core.deadlines.due(core.now):
             if request.state != DONE:
-                text = f"timeout_ms: no answer after {core.now - request.arrival:.3f} s{_unmet(request)}"
+                text = f"timeout_ms: no answer after {core.now - request.arrival:.3f} s{request.unmet}"
                 self.fail(request, "deadline_exceeded", text, field="timeout_ms")
                 core.wake(request.group)
 
@@ -335,15 +340,3 @@ class RequestLifecycle:
                 group.suspects.sort()
         for request in group.version_queue.due(group.version):
             request.queue.push(request)
-
-
-def _unmet(request: Request) -> str:
-    """What a request that waits has waited for, where it is more than its turn."""
-    group = request.group
-    if request.state == RUNNING:
-        return ""
-    if request.min_version > group.version:
-        return f"; min_version is {request.min_version}, but the committed weight version is {group.version}"
-    if not any(worker.able for worker in group.workers.values()):
-        return f"; no worker of group {group.name} is ready"
-    return ""

@@ -1,10 +1,12 @@
-"""Requests that wait for a later weight version. Pure."""
+"""Requests that wait for a later weight version, or that name one exact version. Pure."""
 
 from heapq import heapify, heappop, heappush
-from typing import Generic
+from typing import Generic, TypeVar
 
 from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.scheduling.lanes import R, arrival
+
+T = TypeVar("T")
 
 
 class VersionQueue(Generic[R]):
@@ -58,3 +60,45 @@ class VersionQueue(Generic[R]):
     def waiting(self) -> list[R]:
         """The requests that wait, in no order."""
         return [request for _, _, request in self._heap if request.state != DONE]
+
+
+class ExactVersions(Generic[T]):
+    """Requests without an answer that name one exact weight version: a commit reads only those that it passes by."""
+
+    __slots__ = ("_by_version", "_empty", "_versions")
+
+    def __init__(self) -> None:
+        self._by_version: dict[int, dict[T, None]] = {}
+        #: a heap of its keys, and how many of them have no request
+        self._versions: list[int] = []
+        self._empty = 0
+
+    def add(self, request: T, version: int) -> None:
+        """A request that only this version answers."""
+        known = self._by_version.get(version)
+        if known is None:
+            known = self._by_version[version] = {}
+            heappush(self._versions, version)
+        elif not known:
+            self._empty -= 1
+        known[request] = None
+
+    def discard(self, request: T, version: int) -> None:
+        """A request has its answer. Forgets versions without a request when half of all have none."""
+        known = self._by_version.get(version)
+        if known is None or request not in known:
+            return
+        del known[request]
+        self._empty += not known
+        if self._empty > 64 and 2 * self._empty > len(self._versions):
+            self._by_version = {version: known for version, known in self._by_version.items() if known}
+            self._versions, self._empty = sorted(self._by_version), 0
+
+    def before(self, version: int) -> list[T]:
+        """Take out the requests that name an earlier version than this one."""
+        out: list[T] = []
+        while self._versions and self._versions[0] < version:
+            known = self._by_version.pop(heappop(self._versions))
+            self._empty -= not known
+            out += known
+        return out

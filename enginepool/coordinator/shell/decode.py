@@ -121,7 +121,9 @@ def _submit(now: float, link: Link, request: Any, frames: Sequence[Buffer]) -> e
     check_request(request)
     work = OPERATIONS[type(request)].open(request, frames)
     deadline = None if request.timeout_ms is None else now + request.timeout_ms / 1000
-    return ev.Submit(now, link, request.id, work, request.priority, deadline, request.min_version)
+    return ev.Submit(
+        now, link, request.id, work, request.priority, deadline, request.min_version, exact_version=request.version
+    )
 
 
 def _restart(now: float, link: Link, restart: m.RestartWorker, frames: Sequence[Buffer]) -> ev.Event:

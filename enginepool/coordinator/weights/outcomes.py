@@ -9,6 +9,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.transitions import commit_weights, have_weights, release, stay
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.requests.exact_version import end_passed
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.weights.outgoing import tell
@@ -92,6 +93,7 @@ class UpdateOutcomes:
                     # Its answers would be of the old version. One that holds these weights runs on: it would not drop its work.
                     self.fleet.recall(worker)
                 self.restoring.changed(worker)
+        end_passed(self.requests, group)
         self.requests.reweigh(group, before)
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))
