@@ -23,6 +23,11 @@ HIDDEN_SIZE, LAYERS = 64, 2
 CONTEXT, VOCAB = 4096, 512
 #: The smallest size of a head that GPU attention kernels take.
 HEAD_SIZE = 64
+#: How messages become a prompt of a causal model.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 #: What the tokenizer's merges are learned from: enough for some words to be one token and others several.
 CORPUS = (
     "A pool of engines scores items for a query, by priority, each batch in one forward pass.",
@@ -63,7 +68,8 @@ def make_tiny_model(directory: str | Path, head: Head = "causal", labels: int = 
             "pad_token": EOS,
             "model_max_length": CONTEXT,
             "clean_up_tokenization_spaces": False,
-        },
+        }
+        | ({"chat_template": CHAT_TEMPLATE} if head == "causal" else {}),
     )
     _write_json(target / "config.json", _config(head, labels, tokenizer.token_to_id(EOS)))
     weights = _weights(np.random.default_rng(seed), head, labels)

@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from enginepool.client.absent import no_attribute, not_made_so
@@ -12,6 +13,9 @@ from enginepool.client.loop_thread import LoopThread
 from enginepool.client.opening import Opening
 from enginepool.client.pool import Pool
 from enginepool.errors import PoolClosed
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,6 +85,13 @@ class BlockingPool(StreamingFacade):
     set_version = blocking(Pool.set_version)
     publish_checkpoint = blocking(Pool.publish_checkpoint)
     address = attribute[str]()
+
+    def openai(self, group: str = "", *, model: str | PathLike[str] | None = None, **settings: Any) -> "OpenAI":
+        """As `Pool.openai`: an `openai.OpenAI` for code that does not await."""
+        endpoints = self.pool.endpoints(group, model, settings)
+        from enginepool.http.clients import blocking_client
+
+        return blocking_client(endpoints, self)
 
     def close(self) -> None:
         """As `Pool.close`."""

@@ -16,6 +16,7 @@ from enginepool.client.control import ControlCalls
 from enginepool.client.generate import GenerateCalls
 from enginepool.client.logprobs import LogprobsCalls
 from enginepool.client.notices import Notices
+from enginepool.client.openai_calls import OpenAICalls
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.rerank import RerankCalls
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RerankCalls, GenerateCalls, LogprobsCalls, WeightCalls, ControlCalls):
+class Pool(RerankCalls, GenerateCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets
@@ -49,6 +50,7 @@ class Pool(RerankCalls, GenerateCalls, LogprobsCalls, WeightCalls, ControlCalls)
         self._connection = connection
         self._coordinator: EmbeddedCoordinator | None = None
         self._notices = Notices(self.address, self.status)
+        self._openai_endpoints = {}
 
     if not TYPE_CHECKING:
 

@@ -75,7 +75,9 @@ ONLY = {
         f"{COORDINATOR}shell/router.py",
         "workers/link.py",
     },
-    "sglang": {"workers/sglang/host/build.py"},
+    "sglang": {"workers/sglang/host/build.py", *(f"enginepool/http/{name}.py" for name in ("build", "manager", "sequence"))},
+    "openai": {"enginepool/client/blocking.py", "enginepool/client/openai_calls.py", "enginepool/http/clients.py"},
+    "httpx": {"enginepool/http/clients.py", "enginepool/http/transport.py"},
 }
 
 
@@ -137,7 +139,9 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "protocol imports msgspec and the standard library, and ragged.py numpy, nothing else"
     if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
         return "workers import enginepool.protocol, the files that they share with others and their own room, nothing else"
-    if room not in ("workers", "tests") and not path.startswith("bench/peers") and found.within("enginepool.workers"):
+    bridge = path == "enginepool/http/build.py" and found.within("enginepool.workers.cpu_bridge")
+    allowed = room in ("workers", "tests") or path.startswith("bench/peers") or bridge
+    if found.within("enginepool.workers") and not allowed:
         return "none imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):
         return "the coordinator knows no client"
@@ -270,6 +274,9 @@ BAD = [
     ("enginepool/cli/main.py", "import importlib\nimportlib.import_module('enginepool.workers.sim')", "none imports workers"),
     ("enginepool/cli/doctor.py", "def f():\n    import sglang", "sglang is imported only in"),
     ("enginepool/cli/doctor.py", "__import__('zmq')", "zmq is imported only in"),
+    ("enginepool/http/build.py", "from enginepool.workers import engine", "none imports workers"),
+    ("enginepool/http/manager.py", "from enginepool.workers import cpu_bridge", "none imports workers"),
+    ("enginepool/client/openai_calls.py", "def f():\n    import sglang", "need no torch"),
     (f"{COORDINATOR}shell/daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
     (f"{COORDINATOR}shell/daemon.py", "import torch", "need no torch"),
     ("bench/wire.py", "from enginepool.workers.engine import RowPart", "none imports workers"),
@@ -301,6 +308,7 @@ GOOD = {
     "workers/link.py": "import zmq",
     "workers/sglang/host/build.py": "def f():\n    import sglang\n    import torch",
     "enginepool/client/session/machine.py": "from enginepool.protocol.errors import CODES",
+    "enginepool/http/build.py": "from enginepool.workers import cpu_bridge\nimport torch",
     PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.core.group import Group\nfrom . import group",
     f"{COORDINATOR}core/group.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
     f"{COORDINATOR}shell/daemon.py": "import asyncio\nfrom enginepool.coordinator.core.group import Group",
@@ -314,7 +322,8 @@ def test_what_the_rules_allow_is_let_through() -> None:
 
 
 def test_importing_the_client_loads_no_engine_and_no_zmq_asyncio() -> None:
-    code = "import sys, enginepool; print(*sorted({'torch', 'sglang', 'transformers', 'zmq.asyncio'} & set(sys.modules)))"
+    heavy = "{'torch', 'sglang', 'transformers', 'openai', 'zmq.asyncio'}"
+    code = f"import sys, enginepool; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 

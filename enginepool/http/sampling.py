@@ -1,0 +1,44 @@
+"""SGLang's sampling parameters, as it has settled them for one sequence, as options of `Pool.generate`. Pure."""
+
+from typing import Any
+
+from enginepool.protocol.messages import MAX_NEW_TOKENS
+
+#: What SGLang's `top_k` is for the whole vocabulary.
+_WHOLE = 1 << 30
+_SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
+
+
+def pool_options(params: Any, prompt: int, context: int, sample: int) -> dict[str, Any]:
+    """The options for a sequence.
+
+    Args:
+        params: SGLang's `SamplingParams`, normalized: its `stop_strs` and `stop_regex_strs` are lists.
+        prompt: tokens of its prompt.
+        context: tokens that engines take, prompt and output together; where the request has no `max_tokens`, a sequence may
+            have all that are left.
+        sample: its place among the samples of one prompt; with one seed for all of them, they would be the same.
+    """
+    options = {name: getattr(params, name) for name in _SAME}
+    options["top_k"] = -1 if params.top_k >= _WHOLE else params.top_k
+    options["stop"] = list(params.stop_strs or ())
+    options["stop_regex"] = list(params.stop_regex_strs or ())
+    options["stop_token_ids"] = sorted(params.stop_token_ids or ())
+    most = params.max_new_tokens
+    options["max_new_tokens"] = max(1, min(context - prompt, MAX_NEW_TOKENS)) if most is None else most
+    options["sampling_seed"] = None if params.sampling_seed is None else params.sampling_seed + sample
+    return options

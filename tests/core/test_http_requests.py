@@ -1,0 +1,145 @@
+"""What OpenAI's API takes of a request for a pool, what it refuses, and how it names an error. No SGLang here."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from enginepool.errors import BadRequest, Busy, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
+from enginepool.http.build import SETTINGS, check_settings
+from enginepool.http.failures import body_of, status_of
+from enginepool.http.options import read_options
+from enginepool.http.refusals import refuse_dangerous, refuse_template
+from enginepool.http.sampling import pool_options
+
+
+def request(parameters: Any = None, **given: Any) -> Any:
+    """As SGLang's `GenerateReqInput`."""
+    own: dict[str, Any] = {"text": "Hello", "input_ids": None, "sampling_params": parameters or {}, "logprob_start_len": -1}
+    return SimpleNamespace(**own | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"custom_logit_processor": '{"callable": "80"}'}, "custom_logit_processor"),
+        ({"custom_logit_processor": [None, "80"]}, "custom_logit_processor"),
+        ({"lora_path": "adapter"}, "lora_path"),
+        ({"image_data": [["/etc/passwd"]]}, "messages"),
+        ({"audio_data": ["http://localhost/"]}, "messages"),
+        ({"session_params": {"id": "a"}}, "session_params"),
+        ({"top_logprobs_num": [0, 3]}, "top_logprobs"),
+        ({"return_hidden_states": "last"}, "return_hidden_states"),
+        ({"routed_dp_rank": 0}, "routed_dp_rank"),
+        ({"cache_salt": "secret"}, "cache_salt"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "echo"),
+    ],
+)
+def test_what_is_dangerous_or_not_handed_on_is_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{field}: not served by this pool") as failed:
+        refuse_dangerous(request(**given))
+    assert failed.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("parameters", "more", "message"),
+    [
+        ({"custom_params": {"thinking_budget": 5}}, {}, "^custom_params: not served"),
+        ({"beam_width": 4}, {}, "^beam_width: not served"),
+        ({"n": 0}, {}, "^n: 0 for 1 prompts; 1 to 4096"),
+        ({"n": 4097}, {}, "^n: 4097 for 1 prompts; 1 to 4096"),
+        ({"n": 2000}, {"text": ["a", "b", "c"]}, "^n: 2000 for 3 prompts; 1 to 1365"),
+        ({"n": 1 << 70}, {"text": None, "input_ids": [[1], [2]]}, "^n: 1180591620717411303424 for 2 prompts; 1 to 2048"),
+        ([{"n": 1}, {"n": True, "beam_width": 2}], {}, "^beam_width: not served"),
+        ({"json_schema": "{}"}, {"require_reasoning": True}, "^response_format: not served.*turn thinking off"),
+    ],
+)
+def test_sampling_parameters_are_held_to_what_the_pool_serves(parameters: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        refuse_dangerous(request(parameters, **more))
+
+
+def test_what_the_pool_serves_passes() -> None:
+    own = {"__sglang_reasoning_end_token_ids": [7]}
+    refuse_dangerous(request({"n": 4096, "custom_params": own}, require_reasoning=True, image_data=None, routed_dp_rank=None))
+    refuse_dangerous(request({"json_schema": "{}", "n": 1}, return_logprob=True, lora_path=[None, None]))
+    refuse_template({"enable_thinking": False})
+    with pytest.raises(BadRequest, match="chat_template is a program"):
+        refuse_template({"chat_template": "{{ 1 }}"})
+
+
+def settled(**given: Any) -> Any:
+    """As SGLang's `SamplingParams`, normalized."""
+    own: dict[str, Any] = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": 1 << 30, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "repetition_penalty": 1.0, "min_new_tokens": 0, "ignore_eos": False, "logit_bias": None, "sampling_seed": None,
+        "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None, "stop_strs": [], "stop_regex_strs": [],
+        "stop_token_ids": None, "max_new_tokens": None,
+    }  # fmt: skip
+    return SimpleNamespace(**own | given)
+
+
+def test_sampling_parameters_become_options_of_the_pool() -> None:
+    plain = pool_options(settled(), 10, 4096, 0)
+    assert (plain["top_k"], plain["max_new_tokens"], plain["sampling_seed"], plain["stop"]) == (-1, 4086, None, [])
+    given = settled(top_k=1, max_new_tokens=7, sampling_seed=5, stop_strs=["a"], stop_regex_strs=["b+"], stop_token_ids={9, 3})
+    found = pool_options(given, 10, 4096, 2)
+    assert (found["top_k"], found["max_new_tokens"], found["sampling_seed"]) == (1, 7, 7)
+    assert (found["stop"], found["stop_regex"], found["stop_token_ids"]) == (["a"], ["b+"], [3, 9])
+
+
+def test_headers_hold_what_the_api_has_no_field_for() -> None:
+    assert read_options({}) == {"timeout": None, "min_version": 0, "retry_busy": True}
+    headers = {"x-enginepool-timeout": "2.5", "x-enginepool-min-version": "7", "x-enginepool-retry-busy": "false"}
+    assert read_options(headers, 9.0) == {"timeout": 2.5, "min_version": 7, "retry_busy": False}
+    assert read_options({}, 9.0)["timeout"] == 9.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout", "soon"),
+        ("timeout", "nan"),
+        ("timeout", "-1"),
+        ("min-version", "1.5"),
+        ("min-version", "-1"),
+        ("retry-busy", "1"),
+    ],
+)
+def test_a_header_that_cannot_be_served_is_refused_by_its_name(name: str, value: str) -> None:
+    with pytest.raises(BadRequest) as failed:
+        read_options({f"x-enginepool-{name}": value})
+    assert failed.value.field == f"x-enginepool-{name}"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (BadRequest("max_new_tokens: 0", field="max_new_tokens"), 400),
+        (UnknownGroup("group: none"), 404),
+        (Busy("the queue is full", retry_after_s=1.5), 429),
+        (EngineFailed("NaN"), 500),
+        (PoolDown("no worker is left"), 503),
+        (Interrupted("interrupted"), 503),
+        (DeadlineExceeded("too late"), 504),
+    ],
+)
+def test_an_error_of_the_pool_has_a_status_and_its_own_code(error: Any, status: int) -> None:
+    assert status_of(error) == status
+    assert (body_of(error)["error"]["code"], body_of(error)["error"]["type"]) == (status, error.code)
+
+
+def test_an_error_names_the_field_as_the_api_does() -> None:
+    error = body_of(BadRequest("max_new_tokens: 0 is outside 1..9", field="max_new_tokens"))["error"]
+    assert (error["message"], error["param"]) == ("max_tokens: 0 is outside 1..9", "max_tokens")
+    assert body_of(BadRequest("stop[3]: empty", field="stop[3]"))["error"]["param"] == "stop[3]"
+    assert body_of(EngineFailed("NaN"))["error"]["param"] is None
+
+
+def test_settings_that_would_touch_an_engine_are_refused() -> None:
+    check_settings(None, dict.fromkeys(SETTINGS))
+    for name in ("tp_size", "enable_custom_logit_processor", "lora_paths", "trust_request_chat_template", "device"):
+        with pytest.raises(ValueError, match=f"has no argument '{name}'"):
+            check_settings(None, {name: 1})
+    with pytest.raises(ValueError, match=r"^model: int"):
+        check_settings(3, {})

@@ -1,0 +1,115 @@
+"""A stand-in for a pool, whose tokens are chosen: what OpenAI's API makes of them does not depend on a model."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from enginepool.client.generations import Generation, Generations, TokenChunk, TokenUsage
+from enginepool.client.results import RequestTimings
+from enginepool.errors import EnginepoolError, RequestCancelled
+from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus
+
+CONTEXT = 1000
+#: tokens of the newest weights, at the end of each sequence
+NEW = 2
+
+
+class ChosenPool:
+    """Answers each prompt with the next of `texts`, in turn; or fails.
+
+    Attributes:
+        encode: the tokenizer's, which makes tokens of the texts.
+        failure: raised after `before` tokens of each sequence.
+        asked: the options of each call.
+        taken: tokens that were taken of all streams.
+        cancelled: calls that were taken back.
+        hold: while it is cleared, no sequence goes on after its first token.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.encode: Callable[[str], list[int]] = lambda text: list(text.encode())
+        self.reset()
+
+    def reset(
+        self, *texts: str, matched: int | str | None = None, failure: EnginepoolError | None = None, before: int = 0
+    ) -> None:
+        self.texts = list(texts) or [""]
+        self.matched, self.failure, self.before = matched, failure, before
+        self.asked: list[dict[str, Any]] = []
+        self.taken = self.cancelled = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def status(self, timeout: float | None = None) -> StatusReport:  # noqa: ASYNC109
+        limits = GroupLimits("causal", 512, CONTEXT, 1, operations=("generate",))
+        worker = WorkerStatus("0", "a", "ready")
+        return StatusReport(1, groups=[GroupStatus("policy", model=self._folder, limits=limits, workers=[worker])])
+
+    async def ready(self, timeout: float | None = None, *, group: str = "") -> StatusReport:  # noqa: ASYNC109
+        return await self.status()
+
+    def next_sequence(self, options: dict[str, Any]) -> Generation:
+        ids = np.array(self.encode(self.texts[len(self.asked) % len(self.texts)]), np.int32)
+        self.asked.append(options)
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        first = max(len(ids) - NEW, 0)
+        spans = tuple((version, count) for version, count in ((3, first), (4, len(ids) - first)) if count)
+        return Generation(
+            ids, logprobs if options["logprobs"] else None, "length" if self.matched is None else "stop", self.matched, spans
+        )
+
+    async def generate(self, prompts: Any, **options: Any) -> Generations:
+        found = self.next_sequence({"prompts": [row.tolist() for row in prompts], **options})
+        if self.failure is not None:
+            raise self.failure
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        usage = TokenUsage(1, len(prompts[0]), len(found.token_ids))
+        return Generations(((found,),), 4, usage, RequestTimings(0.0, 0.0))
+
+    def stream(self, prompt: Any, **options: Any) -> "ChosenStream":
+        return ChosenStream(self, self.next_sequence({"prompts": [prompt.tolist()], **options}))
+
+
+class ChosenStream:
+    """One token in each chunk."""
+
+    def __init__(self, pool: ChosenPool, found: Generation) -> None:
+        self._pool, self._found = pool, found
+        self._at = 0
+        self._over = False
+
+    async def next_chunk(self) -> TokenChunk | None:
+        await asyncio.sleep(0)
+        if self._pool.failure is not None and self._at == self._pool.before:
+            self._over = True
+            raise self._pool.failure
+        ids, at = self._found.token_ids, self._at
+        if at == len(ids):
+            self._over = True
+            return None
+        if at:
+            await self._pool.hold.wait()
+        self._at += 1
+        self._pool.taken += 1
+        last = self._at == len(ids)
+        return TokenChunk(
+            0, ids[at : at + 1], None if self._found.logprobs is None else self._found.logprobs[at : at + 1],
+            3 if at < len(ids) - NEW else 4, self._found.finish_reason if last else "", self._found.matched if last else None,
+        )  # fmt: skip
+
+    async def result(self) -> Generations:
+        raise RequestCancelled("this stand-in has none")
+
+    async def __aenter__(self) -> "ChosenStream":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not self._over and self._at < len(self._found.token_ids):
+            self._pool.cancelled += 1
