@@ -9,6 +9,7 @@ from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE
 from tests.process.preloaded import preload
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ[BRIDGE_VARIABLE] = "1"
 cpu_bridge.install()
 # It finds the place of the title next to the environment, as long as that is as it was when the process was started.

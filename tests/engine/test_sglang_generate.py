@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 VOCAB = 512
 OLDEST = "ENGINEPOOL_TEST_OLDEST" in os.environ
 PROMPTS = ([5, 17, 300], [8], [*range(40, 90)], [11, 12, 13, 14, 15, 16, 17])
+#: tokens; as many are generated once
+CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def generating(models: Models) -> Iterator[HostedEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         engine = HostedEngine(
-            str(models.causal), operations=("generate",), options={"constrained_json_disable_any_whitespace": True}
+            str(models.causal),
+            operations=("generate",),
+            options={"constrained_json_disable_any_whitespace": True, "context_length": CONTEXT},
         )
         yield engine.wait_until_started()
         engine.end()
@@ -89,7 +93,7 @@ def test_an_engine_that_generates_says_what_it_runs_at_once(generating: HostedEn
     # The oldest version restricts tokens on GPUs alone.
     assert set(can.features) == ({"stop_text"} if OLDEST else {"grammar", "stop_text"})
     assert (can.inflight_rows, can.inflight_tokens) == (64, 8192)
-    assert can.context + can.reserved == 4096
+    assert can.context + can.reserved == CONTEXT
     # Neither less than asked for, nor refused.
     longest = one(generating, task([7] * (can.context - 1), max_new_tokens=1))
     assert (len(longest.tokens), longest.reason) == (1, "length")
@@ -274,7 +278,7 @@ def test_a_bad_value_is_refused_in_one_line_and_the_engine_lives(
 
 # --- its end, and new weights ----------------------------------------------------------------------------------------------
 
-LONG = task(n=3, ignore_eos=True, max_new_tokens=2000)
+LONG = task(n=3, ignore_eos=True, max_new_tokens=1000)
 
 
 @pytest.mark.every_version
@@ -283,7 +287,7 @@ def test_a_cancelled_task_leaves_the_engine_and_new_weights_are_not_kept_waiting
     generating: HostedEngine, models: Models, tmp_path: Path, after: int
 ) -> None:
     emitted, left = generating.call("stop", LONG, after)
-    assert max(after, 0) <= emitted < 3 * 2000
+    assert max(after, 0) <= emitted < 3 * 1000
     assert left == 0
     subject = Subject(generating, models.causal, tmp_path)
     given = subject.drawn(1)

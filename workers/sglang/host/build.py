@@ -67,6 +67,9 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             # Threads that spin while they wait for work hold the cores that other processes of the engine need.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            if not settings.options.get("enable_torch_compile"):
+                # A few of SGLang's functions are compiled when they are first called: a forward would wait ten seconds for it.
+                os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             os.environ[BRIDGE_VARIABLE] = "1"
             cpu_bridge.install()
         module: Any = importlib.import_module(patches.ENGINE)
