@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS =
+# as many processes run the tests; empty: this one
+PROCESSES =
 
 BIN := $(VENV)/bin
 BENCH := .venv-bench
@@ -30,11 +32,10 @@ help: ## show this list
 demo: $(STAMPS)/house ## set up, then show the pool at work on the real engine on this machine's CPU
 	@$(BIN)/enginepool demo
 
-# pytest runs by itself, so that its closing line is the last one. Three processes run the tests on two cores: many tests wait, and
-# the last process runs the simulator meanwhile. Pyright has one thread, and so the oldest engine is tested next to it.
-test: setup ## set up, then run everything that CI runs
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types oldest ARGS=
-	@$(MAKE) --no-print-directory pytest ARGS='-n 3 $(ARGS)'
+# Many tests wait, so three processes run them on two cores, next to pyright and the oldest engine: what is short ends first, and
+# the closing line of pytest is the last one.
+test: setup lint ## set up, then run everything that CI runs
+	@$(MAKE) --no-print-directory --jobs=3 types oldest pytest PROCESSES=3
 
 setup: $(STAMPS)/tools ## install the package, the engine and the tools into .venv
 	@:
@@ -47,10 +48,13 @@ types: setup ## pyright, strict
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: setup ## the tests alone; ARGS='tests/core -x' narrows them
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(addprefix -n ,$(PROCESSES)) $(ARGS)
 
+# Told in one piece, whatever runs next to it.
 oldest: $(STAMPS)/oldest ## a short suite on the oldest supported SGLang
-	@PYTHONPATH=$(OLDEST) ENGINEPOOL_TEST_OLDEST=1 $(BIN)/pytest -m every_version $(ARGS) tests/engine
+	@told=$$(mktemp); \
+	PYTHONPATH=$(OLDEST) ENGINEPOOL_TEST_OLDEST=1 $(BIN)/pytest -m every_version tests/engine >$$told 2>&1; status=$$?; \
+	cat $$told; rm $$told; exit $$status
 
 # An environment of its own: the peers bring other versions of shared packages, and torch is not needed.
 bench: $(BENCH)/.ready ## set up .venv-bench with the peers, then run the benchmarks that need no GPU (about 20 minutes)
