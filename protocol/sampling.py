@@ -3,7 +3,7 @@
 import math
 
 from enginepool.protocol.basis import MAX_ID
-from enginepool.protocol.messages import MAX_NEW_TOKENS, Sampling
+from enginepool.protocol.messages import MAX_NEW_TOKENS, MAX_SAMPLING_TEXT, Sampling
 from enginepool.protocol.ragged import MAX_TOKENS, bad
 
 #: parameters of which at most one is given
@@ -55,6 +55,12 @@ def check_sampling(s: Sampling) -> None:
     for field, texts in (("sampling.stop", s.stop), ("sampling.stop_regex", s.stop_regex)):
         if "" in texts:
             raise bad(field, f"{field}: an empty string, at which every sequence would stop", "")
+    sizes = {name: len(getattr(s, name) or "") for name in GRAMMARS}
+    sizes |= {"stop": sum(map(len, s.stop)), "stop_regex": sum(map(len, s.stop_regex))}
+    if (size := sum(sizes.values())) > MAX_SAMPLING_TEXT:
+        field = f"sampling.{max(sizes, key=lambda name: sizes[name])}"
+        text = f"{field}: {size} characters with the other stop strings, patterns and grammars"
+        raise bad(field, f"{text}; at most {MAX_SAMPLING_TEXT} together", str(MAX_SAMPLING_TEXT))
     given = [name for name in GRAMMARS if getattr(s, name) is not None]
     if len(given) > 1:
         raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Final, Unpack, cast, get_args
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,7 +12,6 @@ from enginepool.client.payload import encode_rows
 from enginepool.client.row_calls import RowCalls, flag, set_options
 from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
 from enginepool.client.token_stream import TokenStream
-from enginepool.protocol.basis import MAX_HEADER_BYTES
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import (
     DEFAULT_CREDIT,
@@ -150,12 +148,6 @@ def _request(
     earlier = _earlier(options.get("continue_from"), prompts, request)
     if earlier:
         request.frames, request.ended, frames = _brought(request, frames, earlier)
-    size = len(msgspec.msgpack.encode(request))
-    if size > MAX_HEADER_BYTES:
-        sampling = request.sampling
-        field = max(("stop", "stop_regex"), key=lambda field: sum(map(len, getattr(sampling, field))))
-        text = f"{field}: the parameters take {size} bytes together; at most {MAX_HEADER_BYTES}"
-        raise bad(field, text, str(MAX_HEADER_BYTES))
     return request, frames, earlier
 
 

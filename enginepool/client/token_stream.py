@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -53,7 +53,7 @@ class TokenStream:
         self._taken = 0
         self._heard = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+    async def __aiter__(self) -> AsyncGenerator[TokenChunk]:
         try:
             while (chunk := await self.next_chunk()) is not None:
                 yield chunk

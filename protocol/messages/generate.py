@@ -13,6 +13,8 @@ MAX_SEQUENCES = 4096
 MAX_NEW_TOKENS = 1 << 20
 #: Stop strings, stop ids, or biases of one request; characters of a stop string or a pattern; bytes of a grammar.
 MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
+#: Characters of all stop strings, patterns and grammars of one request together.
+MAX_SAMPLING_TEXT = 65_536
 #: UTF-8 bytes of `matched`, which is cut: an answer has one for each sequence in its header.
 MAX_MATCHED = 128
 #: Tokens of a stream that a client may leave unread.

@@ -49,12 +49,13 @@ def test_a_sampling_parameter_outside_its_range_is_refused_by_its_name(field: st
     assert refused.value.message.startswith(f"sampling.{field}: ")
 
 
-def test_two_grammars_a_wrong_bias_and_a_wrong_stop_id_are_refused() -> None:
+def test_two_grammars_a_wrong_bias_a_wrong_stop_id_and_too_much_text_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"regex": "a", "ebnf": "b"}, "sampling.ebnf"),
         ({"logit_bias": {"x": 1.0}}, "sampling.logit_bias"),
         ({"logit_bias": {"1": float("nan")}}, "sampling.logit_bias"),
         ({"stop_token_ids": [3, -1]}, "sampling.stop_token_ids[1]"),
+        ({"stop": ["a" * 1024] * 60, "regex": "b" * 5000}, "sampling.stop"),
     ]
     for sampling, field in cases:
         with pytest.raises(WireError) as refused:
@@ -224,6 +225,22 @@ def test_a_token_that_no_engine_has_reaches_no_other_engine(token: int) -> None:
     assert any("outside 0..999" in line for line in pool.logged)
     pool.worker("b", can=CAN)
     assert [task.at for task in started(pool)] == [0, 0]
+
+
+def test_a_logprob_that_is_nan_is_an_error_of_the_engine_and_no_result() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, stream=True, logprobs=True))
+    pool.submit(client, 2, generate(3, stream=True, logprobs=True))
+    counters = [task.message.task[1] for task in pool.tasks()]  # type: ignore[attr-defined]
+    steps = [Step(counter, 0, 0, 1) for counter in counters]
+    specs = [FrameSpec("tokens", "int32", (2,)), FrameSpec("logprobs", "float32", (2,))]
+    frames = [np.array([7, 8], np.int32).tobytes(), np.array([np.nan, -1.0], np.float32).tobytes()]
+    sent = pool.do(worker_event(0.0, link, [encode_header(GenerationProgress(EPOCH, 0, steps, specs)), *frames]))
+    error = failures(sent)[1]
+    assert (error.code, error.message) == ("engine_error", "the logprob of a token of sequence 0 is NaN")
+    assert streamed(sent) == [(2, 0, 0, 0, [8])] and pool.machine.core.worker_links
 
 
 def test_what_a_broken_worker_generated_before_its_mistake_is_sent_and_answered() -> None:

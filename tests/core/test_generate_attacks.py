@@ -96,7 +96,7 @@ def test_a_worker_that_sends_progress_without_tokens_of_its_tasks_has_no_more_ti
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"stop": ["𐍈" * 1000] * 200},
+        {"stop": ["𐍈" * 1000] * 65},
         {"stop_regex": ["a"] * 256},
         {"json_schema": "𐍈" * 65_000},
         {"logit_bias": {str(token): 1.0 for token in range(256)}},

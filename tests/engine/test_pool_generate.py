@@ -111,7 +111,7 @@ def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
         async with aclosing(aiter(pool.stream(prompt, max_new_tokens=LONG, **GREEDY))) as chunks:
             async for chunk in chunks:
                 begun.set()
-                found.setdefault(chunk.version, []).extend(chunk.token_ids.tolist())
+                found.setdefault(chunk.version, []).extend(int(token) for token in chunk.token_ids)
                 if len(found.get(1, [])) >= ENOUGH:
                     break
         return found

@@ -145,7 +145,7 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"stop": [""]}, "stop", ""),
     ("a", {"stop": [3]}, "stop[0]", ""),
     ("a", {"stop": ["\ud800"]}, "stop[0]", ""),
-    ("a", {"stop": ["é" * 1024] * 256, "stop_regex": ["é" * 1024] * 256}, "stop", str(1 << 20)),
+    ("a", {"stop": ["é" * 1024] * 256, "stop_regex": ["é" * 1024]}, "stop", "65536"),
     ("a", {"stop": ["a" * 1025]}, "stop[0]", ""),
     ("a", {"stop": ["a"] * 257}, "stop", ""),
     ("a", {"stop_regex": ""}, "stop_regex", ""),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
+from math import isnan
 from typing import Protocol
 
 from enginepool.coordinator.core import events as ev
@@ -84,14 +85,11 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             part = tokens[first:end]
             chances = logprobs[first:end] if work.logprobs else logprobs[:0]
             sequence.extend(part, chances, e.version)
-            if work.stream and place not in state.behind and state.sent + step.count <= state.taken + state.credit:
-                sequence.sent += step.count
-                state.sent += step.count
-                out.run(request, Run(request.id, place, step.at, step.count, e.version), part, chances)
-            elif work.stream:
-                state.behind[place] = None
-                if state.sent < state.taken + state.credit:
-                    more[request] = None
+            if work.logprobs and any(isnan(logprob) for logprob in chances.cast("f")):
+                failed.append((request, f"the logprob of a token of sequence {place} is NaN"))
+                continue
+            if work.stream and _pass_on(out, request, Run(request.id, place, step.at, step.count, e.version), part, chances):
+                more[request] = None
         if step.reason == "error":
             failed.append((request, str(step.matched)))
         elif step.reason:
@@ -110,6 +108,19 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     for request in (request for request in finished if request.state != DONE):
         answer(requests, request)
     return wrong
+
+
+def _pass_on(out: StreamMessages, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> bool:
+    """The client of a stream is sent these tokens if it has credit for all of them. Returns whether it has for some only."""
+    state = request.generation
+    assert state is not None
+    if run.sequence not in state.behind and state.sent + run.count <= state.taken + state.credit:
+        state.sequences[run.sequence].sent += run.count
+        state.sent += run.count
+        out.run(request, run, tokens, logprobs)
+        return False
+    state.behind[run.sequence] = None
+    return state.sent < state.taken + state.credit
 
 
 def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, logprobs: int) -> str:

@@ -34,7 +34,7 @@ def rebound(model: Any, tensors: Sequence[Tensor]) -> str:
     try:
         with torch.no_grad(), DryRun():
             model.load_weights(pairs)
-    except Exception:
+    except Exception:  # it is the model's code, which may raise anything where a tensor has no memory
         log.debug("a load that cannot be tried without memory", exc_info=True)
     return _put_back(model, before)
 
