@@ -22,6 +22,7 @@ _DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "log_level": "error",
+    "enable_cache_report": True,
     "tool_call_parser": "auto",
     "reasoning_parser": "auto",
 }

@@ -17,7 +17,7 @@ import numpy as np
 
 from enginepool.client.generations import Generations
 from enginepool.client.token_stream import TokenStream
-from enginepool.errors import EnginepoolError, Interrupted
+from enginepool.errors import EnginepoolError
 from enginepool.http.failures import status_of
 from enginepool.http.refusals import refuse_dangerous, refused
 from enginepool.http.sampling import pool_options
@@ -218,7 +218,8 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         return {**options, "logprobs": request.return_logprob, "priority": request.priority or 0, **call.options}
 
     async def _generate(self, call: PoolCall, request: Any, sequence: PoolSequence) -> None:
-        found = (await self.pool.generate([np.asarray(request.input_ids)], **self._options(call, request)))[0][0]
+        whole = await self.pool.generate([np.asarray(request.input_ids)], **self._options(call, request))
+        found, sequence.cached_tokens = whole[0][0], whole.usage.cached_tokens
         logprobs = None if found.logprobs is None else found.logprobs.tolist()
         ids, first = found.token_ids.tolist(), 0
         for version, count in found.spans:
@@ -232,15 +233,13 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             while (chunk := await stream.next_chunk()) is not None:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs.tolist()
                 sequence.add(chunk.token_ids.tolist(), logprobs, chunk.version)
-                if chunk.finish_reason == "interrupted":
-                    await stream.result()
-                    raise Interrupted("the sequence was interrupted")
-                if chunk.finish_reason:
-                    finished = _finished(chunk.finish_reason, chunk.matched, len(sequence.output_ids))
-                    await self._hand_in(call, sequence, finished)
-                else:
+                if not chunk.finish_reason:
                     await self._hand_in(call, sequence, None)
                     await self._until_read(call, request.rid)
+                    continue
+                sequence.cached_tokens = (await stream.result()).usage.cached_tokens
+                finished = _finished(chunk.finish_reason, chunk.matched, len(sequence.output_ids))
+                await self._hand_in(call, sequence, finished)
 
     async def _hand_in(self, call: PoolCall, sequence: PoolSequence, finished: dict[str, Any] | None) -> None:
         if sequence.version is not None:

@@ -5,11 +5,12 @@ from typing import Any
 
 from enginepool.client.arguments import bad, check_timeout, check_version
 
-TIMEOUT, MIN_VERSION, RETRY_BUSY = "x-enginepool-timeout", "x-enginepool-min-version", "x-enginepool-retry-busy"
+TIMEOUT, MIN_VERSION, VERSION = "x-enginepool-timeout", "x-enginepool-min-version", "x-enginepool-version"
+RETRY_BUSY = "x-enginepool-retry-busy"
 
 
 def read_options(headers: Mapping[str, str], timeout: float | None = None) -> dict[str, Any]:
-    """The options `timeout`, `min_version` and `retry_busy` of `Pool.generate`.
+    """The options `timeout`, `min_version`, `version` and `retry_busy` of `Pool.generate`.
 
     Args:
         headers: of the request, by lower-case names.
@@ -21,6 +22,7 @@ def read_options(headers: Mapping[str, str], timeout: float | None = None) -> di
     return {
         "timeout": check_timeout(_number(headers, TIMEOUT, float, timeout), TIMEOUT),
         "min_version": check_version(_number(headers, MIN_VERSION, int, 0), MIN_VERSION),
+        "version": None if VERSION not in headers else check_version(_number(headers, VERSION, int, 0), VERSION),
         "retry_busy": _flag(headers, RETRY_BUSY),
     }
 

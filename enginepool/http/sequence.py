@@ -39,6 +39,8 @@ class PoolSequence(_schedule.Req):
         self.origin_input_ids_unpadded = array("q", request.input_ids)
         self.output_ids = array("q")
         self.surr_offset = self.read_offset = self.finished_len = None
+        #: of the prompt, those that the engine had in its cache; known at the end
+        self.cached_tokens = 0
         self._logprobs: list[float] | None = [] if request.return_logprob else None
         #: tokens that were reported, and ids that the detokenizer has
         self._reported = self._decoded = 0
@@ -87,7 +89,7 @@ class PoolSequence(_schedule.Req):
             "prompt_tokens": [len(self.origin_input_ids_unpadded)],
             "reasoning_tokens": [0],
             "completion_tokens": [total],
-            "cached_tokens": [0],
+            "cached_tokens": [self.cached_tokens],
             "retraction_counts": [0],
             "weight_versions": [self._version_spans()],
         }

@@ -89,9 +89,10 @@ def test_sampling_parameters_become_options_of_the_pool() -> None:
 
 
 def test_headers_hold_what_the_api_has_no_field_for() -> None:
-    assert read_options({}) == {"timeout": None, "min_version": 0, "retry_busy": True}
+    assert read_options({}) == {"timeout": None, "min_version": 0, "version": None, "retry_busy": True}
     headers = {"x-enginepool-timeout": "2.5", "x-enginepool-min-version": "7", "x-enginepool-retry-busy": "false"}
-    assert read_options(headers, 9.0) == {"timeout": 2.5, "min_version": 7, "retry_busy": False}
+    assert read_options(headers, 9.0) == {"timeout": 2.5, "min_version": 7, "version": None, "retry_busy": False}
+    assert read_options({"x-enginepool-version": "3"})["version"] == 3
     assert read_options({}, 9.0)["timeout"] == 9.0
 
 
@@ -102,7 +103,7 @@ def test_headers_hold_what_the_api_has_no_field_for() -> None:
         ("timeout", "nan"),
         ("timeout", "-1"),
         ("min-version", "1.5"),
-        ("min-version", "-1"),
+        ("version", "x"),
         ("retry-busy", "1"),
     ],
 )

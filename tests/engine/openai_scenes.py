@@ -19,7 +19,7 @@ from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, E
 from enginepool.http.build import build
 from enginepool.http.clients import async_client
 from enginepool.http.endpoints import Endpoints
-from tests.engine.chosen_pool import CONTEXT, ChosenPool
+from tests.engine.chosen_pool import CACHED, CONTEXT, ChosenPool
 
 FOLDER = sys.argv[-1]
 #: also those of the pools: a process serves one model with one set of settings
@@ -72,6 +72,7 @@ class Scenes:
         assert [choice.finish_reason for choice in found.choices] == ["length", "length"]
         assert found.usage.completion_tokens == sum(map(len, tokens))
         assert found.usage.prompt_tokens == len(self.tokenizer.encode(PROMPT))
+        assert found.usage.prompt_tokens_details.cached_tokens == CACHED
         said = found.choices[0].logprobs.content
         assert [one.logprob for one in said] == [-1.0 - at for at in range(len(tokens[0]))]
         assert found.metadata["weight_version"] == "4"
@@ -80,7 +81,7 @@ class Scenes:
         assert all(8 < asked["timeout"] <= 9 for asked in self.pool.asked)
         self.pool.reset(TEXT)
         last = (await self.streamed(n=2, stream_options={"include_usage": True}))[-1]
-        assert last.usage.completion_tokens == 2 * len(tokens[0])
+        assert (last.usage.completion_tokens, last.usage.prompt_tokens_details.cached_tokens) == (2 * len(tokens[0]), CACHED)
 
     async def calls_of_tools_are_parsed_also_in_a_stream(self) -> None:
         call = '{"name": "weather", "arguments": {"city": "Rome"}}'
