@@ -111,6 +111,8 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> TextTask:
     Raises:
         WireError: when the frames are not what the header says or a row is not UTF-8.
     """
+    if task.labels and not task.frames and not frames:
+        return TextTask([], task)
     query, query_lengths, items, lengths = _read("tokenize", task.frames, frames, text=True)
     rows = _cut(items, lengths)
     queries = [str(query, "utf-8")] * len(rows) if query_lengths is None else _cut(query, query_lengths)
@@ -145,9 +147,14 @@ def _cut(data: Frame, lengths: Frame) -> list[str]:
 def encode_ids(task: TaskId, found: TextIds) -> tuple[Tokenized, tuple[Frame, ...]]:
     """The answer to a tokenizing task, with `items` and `item_lengths`."""
     rows = found.rows
+    if not rows:
+        return Tokenized(task, labels=found.labels), ()
     ids = np.fromiter((token for row in rows for token in row), np.int32)
     specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
-    return Tokenized(task, specs, truncated=found.truncated), (ids.tobytes(), np.fromiter(map(len, rows), np.uint32).tobytes())
+    return Tokenized(task, specs, truncated=found.truncated, labels=found.labels), (
+        ids.tobytes(),
+        np.fromiter(map(len, rows), np.uint32).tobytes(),
+    )
 
 
 def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[Done, tuple[Frame, ...]]:

@@ -131,10 +131,11 @@ class TextTask:
 
 @dataclass(frozen=True, slots=True)
 class TextIds:
-    """Token ids of each row of a `TextTask`; how many rows were truncated."""
+    """Token ids of each row of a `TextTask`; how many rows were truncated; the token of each label."""
 
     rows: list[list[int]]
     truncated: int = 0
+    labels: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)

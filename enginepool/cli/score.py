@@ -21,6 +21,7 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     prompts: list[str | list[int]] | None = None
     responses: list[str | list[int]] | None = None
     label_token_ids: list[int] | None = None
+    labels: list[str] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
     return_pooled_hidden_states: bool | None = None
@@ -37,6 +38,10 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
 
 
 async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[str, Any]:
+    if line.labels is not None and line.label_token_ids is None:
+        settings["label_token_ids"] = None  # what a line says itself goes before the options
+    elif line.label_token_ids is not None and line.labels is None:
+        settings["labels"] = None
     # The client checks that rows are all text or all ids.
     if line.query is None:
         result = await pool.score_pairs(cast("Any", line.prompts), cast("Any", line.responses), **settings)
@@ -52,6 +57,7 @@ def score(
         str,
         typer.Option("--label-token-ids", metavar="ID,ID,...", help="For causal models: the tokens to give probabilities of."),
     ] = "",
+    labels: Annotated[str, typer.Option(metavar="TEXT,TEXT,...", help="The same tokens by their texts, such as yes,no.")] = "",
     softmax: Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Natural logarithms instead of probabilities.")] = False,
     raw: Annotated[
@@ -71,8 +77,9 @@ def score(
     answers of. Each line of OUT has its version.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, temperature, truncation,
-    logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version, version for itself.
+    have an "id", which comes back with the answer, and any of label_token_ids, labels, apply_softmax, temperature,
+    truncation, logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version, version
+    for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -85,14 +92,14 @@ def score(
       make-requests | enginepool score - - | use-scores
     """
     from enginepool.cli.file_run import options_named
-    from enginepool.client.payload import check_labels, check_softmax, check_temperature
+    from enginepool.client.payload import check_label_texts, check_labels, check_softmax, check_temperature
 
-    ids = _token_ids(label_token_ids)
+    ids, texts = _token_ids(label_token_ids), labels.split(",") if labels else None
     with options_named():
-        check_softmax(softmax, check_labels(ids))
+        check_softmax(softmax, check_labels(ids) or check_label_texts(texts, ids))
         check_temperature(temperature, softmax=True)
     settings: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
-    settings |= {"temperature": temperature, "truncation": truncation and truncation.value}
+    settings |= {"labels": texts, "temperature": temperature, "truncation": truncation and truncation.value}
     return settings | {"item_first": item_first, "return_pooled_hidden_states": hidden}
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from enginepool.client.arguments import Ids, bad, kind, utf8
 from enginepool.errors import BadRequest
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_LABELS, MAX_TEMPERATURE, FrameSpec
+from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_LABEL_TEXT, MAX_LABELS, MAX_TEMPERATURE, FrameSpec
 from enginepool.protocol.ragged import MAX_TOKENS, locate
 
 if sys.byteorder != "little":
@@ -239,7 +239,29 @@ def check_labels(labels: Any, most: int = MAX_LABELS) -> list[int]:
     return found.tolist()
 
 
-def check_softmax(softmax: bool, labels: Sequence[int]) -> None:
+def check_label_texts(labels: Any, ids: Any = None) -> list[str]:
+    """`labels` as the wire wants it; None is none. `ids`: what `label_token_ids` is."""
+    if labels is None:
+        return []
+    name = "labels"
+    if isinstance(labels, str | bytes | Mapping) or not isinstance(labels, Sequence):
+        raise bad(name, f"{name}: {kind(cast('object', labels))}; a list of texts, such as ['yes', 'no']")
+    if ids is not None:
+        raise bad(name, f"{name}: label_token_ids is given, too; name either texts or token ids")
+    found = cast("Sequence[object]", labels)
+    if not 0 < len(found) <= MAX_LABELS:
+        raise bad(name, f"{name}: {len(found)} texts; 1 to {MAX_LABELS}", str(MAX_LABELS))
+    for i, label in enumerate(found):
+        at = f"{name}[{i}]"
+        if not isinstance(label, str):
+            raise bad(at, f"{at}: {kind(label)}; labels are texts, and token ids go into label_token_ids")
+        if not 0 < len(label) <= MAX_LABEL_TEXT:
+            raise bad(at, f"{at}: {len(label)} characters; 1 to {MAX_LABEL_TEXT}", str(MAX_LABEL_TEXT))
+        utf8(at, label)
+    return cast("list[str]", [*found])
+
+
+def check_softmax(softmax: bool, labels: Sequence[int] | Sequence[str]) -> None:
     """Refuse `apply_softmax` where its outcome is known."""
     if softmax and len(labels) == 1:
         raise bad("apply_softmax", "apply_softmax: over one label it is always 1.0; name more labels, or leave it out", "2")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_int, check_options
 from enginepool.client.embed import EmbedCalls
-from enginepool.client.payload import check_labels
+from enginepool.client.payload import check_label_texts, check_labels
 from enginepool.client.results import Floats
 from enginepool.client.row_calls import TruncatedOptions
 from enginepool.client.score import ScoreCalls
@@ -24,6 +24,7 @@ class RerankOptions(TruncatedOptions, total=False):
     """The options of `Pool.rerank`, which says what each one does."""
 
     label_token_ids: Ids | None
+    labels: Sequence[str] | None
     top_n: int | None
 
 
@@ -72,14 +73,15 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         """Put documents in the order of their relevance to a query, by what the group's model is:
 
             a classifier of pairs (cross-encoder)   its score of (query, document), with the model's own separator
-            a causal model                          the probability of the first of `label_token_ids`, over all of them
+            a causal model                          the probability of the first of its labels, over all of them
             an embedding model                      the cosine of the two embeddings
 
         Args:
             query: text or token ids.
             documents: texts, or token ids, as the query.
             group: may be left out where the pool has one group.
-            label_token_ids: causal models: two or more token ids that may follow; the first one means relevant ("yes", "no").
+            label_token_ids: causal models: two or more token ids that may follow; the first one means relevant.
+            labels: the same by their texts (`["yes", "no"]`), as in `score`.
             top_n: so many of the best. Default: None, which is all.
             truncation: as in `score`, of documents; for an embedding model as in `embed`, also of the query.
             priority, timeout, retry_busy, min_version, version: as in `score`.
@@ -91,13 +93,14 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         """
         check_options("rerank", options, RerankOptions)
         top_n = options.pop("top_n", None)
-        labels = check_labels(options.pop("label_token_ids", None))
+        ids, texts = options.pop("label_token_ids", None), options.pop("labels", None)
+        labels = check_labels(ids) or check_label_texts(texts, ids)
         most = None if top_n is None else check_int("top_n", top_n, 1, len(documents))
         limits = await self._limits(options.get("group", ""))
         if limits.kind == "causal" and len(labels) < 2:
-            raise bad("label_token_ids", f"label_token_ids: {len(labels)} ids; a causal model needs two or more", "2")
+            raise bad("label_token_ids", f"label_token_ids: {len(labels)} labels; a causal model needs two or more", "2")
         if limits.kind != "causal" and labels:
-            raise bad("label_token_ids", f"label_token_ids: {len(labels)} ids; this model has no labels to choose from", "0")
+            raise bad("label_token_ids", f"label_token_ids: {len(labels)} labels; this model has none to choose from", "0")
         if limits.kind == "classifier" and limits.labels != 1:
             raise bad("group", f"group: its model has {limits.labels} scores for a pair; reranking needs one", "1")
         row: TruncatedOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
@@ -106,7 +109,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             return _ranked(cosines[0], most, "embeddings", version)
         scoring: dict[str, Any] = {**row}
         if labels:
-            scoring |= {"label_token_ids": labels, "apply_softmax": True}
+            scoring |= {"labels" if texts else "label_token_ids": labels, "apply_softmax": True}
         result = await self.score(query, documents, **scoring)
         return _ranked(result.scores[:, 0], most, "labels" if labels else "cross-encoder", result.version)
 

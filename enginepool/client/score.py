@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from enginepool.client.arguments import Ids, check_options
-from enginepool.client.payload import Payload, check_labels, check_softmax, check_temperature, encode_pairs, encode_shared
+from enginepool.client.payload import (
+    Payload,
+    check_label_texts,
+    check_labels,
+    check_softmax,
+    check_temperature,
+    encode_pairs,
+    encode_shared,
+)
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
 from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
 from enginepool.errors import Malformed
@@ -15,6 +23,7 @@ from enginepool.protocol.messages import Result, Score
 #: What the wire calls the arguments of `score` and `score_pairs`.
 _SCORE_NAMES = {
     "labels": "label_token_ids",
+    "label_texts": "labels",
     "softmax": "apply_softmax",
     "hidden": "return_pooled_hidden_states",
     "timeout_ms": "timeout",
@@ -26,6 +35,7 @@ class ScoreOptions(TruncatedOptions, total=False):
     """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
 
     label_token_ids: Ids | None
+    labels: Sequence[str] | None
     apply_softmax: bool
     item_first: bool
     return_pooled_hidden_states: bool
@@ -82,6 +92,8 @@ class ScoreCalls(RowCalls):
             query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
             label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
+            labels: the same tokens by their texts (`["yes", "no"]`), in place of `label_token_ids`. The model's tokenizer makes
+                one token of each, or the error names its tokens. Default: None.
             apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
             temperature: `apply_softmax` divides logits by it, 0.001 to 1000: the lower, the more the best label stands out.
                 Default: 1.0.
@@ -135,6 +147,7 @@ class ScoreCalls(RowCalls):
             id=0,
             frames=specs,
             labels=check_labels(options.get("label_token_ids")),
+            label_texts=check_label_texts(options.get("labels"), options.get("label_token_ids")),
             softmax=flag(options, "apply_softmax"),
             item_first=flag(options, "item_first"),
             hidden=flag(options, "return_pooled_hidden_states"),
@@ -142,7 +155,7 @@ class ScoreCalls(RowCalls):
             raw=flag(options, "raw"),
             temperature=check_temperature(options.get("temperature", 1.0), softmax=flag(options, "apply_softmax")),
         )
-        check_softmax(score.softmax, score.labels)
+        check_softmax(score.softmax, score.labels or score.label_texts)
         return _read(*await self._submit(score, frames, names, options))
 
 

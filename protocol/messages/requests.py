@@ -11,6 +11,12 @@ from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpe
 LEAST_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1000
 
 
+#: Characters of a label that is named by its text.
+MAX_LABEL_TEXT = 64
+
+_LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL_TEXT)]
+
+
 class Score(Message, tag="score"):
     """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`.
 
@@ -18,6 +24,7 @@ class Score(Message, tag="score"):
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
     `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one. `temperature`: what `softmax`
     divides the logits by. `truncation`: of items; the query is kept.
+    `label_texts`: in place of `labels`, texts that are one token each.
     Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
@@ -36,15 +43,16 @@ class Score(Message, tag="score"):
     raw: bool = False
     temperature: float = 1.0
     truncation: Truncation = ""
+    label_texts: Annotated[list[_LabelText], msgspec.Meta(max_length=MAX_LABELS)] = []
 
     @property
     def values(self) -> int:
-        """Numbers in its header that can be many."""
-        return len(self.labels)
+        """What its header holds that can be much, in numbers: a text counts by its length."""
+        return len(self.labels) + sum(2 + len(text) // 10 for text in self.label_texts)
 
     def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""
-        return len(self.labels)
+        return len(self.labels) or len(self.label_texts)
 
 
 class Cancel(Message, tag="cancel"):

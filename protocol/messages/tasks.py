@@ -53,7 +53,8 @@ class Done(Message, tag="done"):
 class Tokenized(Message, tag="tokenized"):
     """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item.
 
-    `truncated`: how many rows were cut. `code`, `message`: why there are none; `field`, `limit`: of a `bad_request`."""
+    `truncated`: how many rows were cut. `labels`: the tokens of the labels, as many as were asked for. Without frames in the
+    task there are none here. `code`, `message`: why there are none; `field`, `limit`: of a `bad_request`."""
 
     task: TaskId
     frames: list[FrameSpec] = []
@@ -62,6 +63,7 @@ class Tokenized(Message, tag="tokenized"):
     field: str = ""
     limit: str = ""
     truncated: int = 0
+    labels: list[int] = []
 
 
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
@@ -94,7 +96,8 @@ class Batch(Message, tag="batch"):
 class Tokenize(Message, tag="tokenize"):
     """Turn text into ids: frames as in the request of `operation`, utf8. Each row is tokenized as the concatenation of query
     and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair.
-    `truncation`: of items in rows of more than `longest` tokens."""
+    `truncation`: of items in rows of more than `longest` tokens. `labels`: texts that are one token each. Rows of ids that have
+    such labels are not sent: then there are no frames."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -103,3 +106,4 @@ class Tokenize(Message, tag="tokenize"):
     operation: str = "score"
     truncation: Truncation = ""
     longest: int = 0
+    labels: list[str] = []

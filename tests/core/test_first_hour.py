@@ -60,7 +60,7 @@ def test_a_method_of_a_later_version_names_that_version(name: str) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("labels", "score() has no argument 'labels'; did you mean label_token_ids?"),
+        ("label_ids", "score() has no argument 'label_ids'; did you mean label_token_ids?"),
         ("label_token_id", "did you mean label_token_ids?"),
         ("softmax", "did you mean apply_softmax?"),
         ("max_new_tokens", "score() has no argument 'max_new_tokens'"),

@@ -1,6 +1,7 @@
 """What the real engine answers: every number equals a direct computation, and every batch is one forward."""
 
 import random
+import re
 from itertools import chain
 from typing import Any
 
@@ -255,3 +256,18 @@ def whole_outcomes(engine: HostedEngine, row: list[int]) -> Any:
     [outcome] = whole(engine.score(RowBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
     assert isinstance(outcome.parts[0], dict)
     return outcome.parts[0]["scores"]
+
+
+def test_a_label_by_its_text_is_one_token_or_refused_with_its_tokens(causal: HostedEngine, reference: Reference) -> None:
+    def label_ids(*labels: str) -> list[int]:
+        return causal.call("text_ids", TextTask([], Tokenize((0, 0), [], labels=list(labels)))).labels
+
+    single = [text for text in ("yes", "no", " the", "a") if len(reference.tokenizer(text)["input_ids"]) == 1]
+    assert len(single) > 1
+    assert label_ids(*single) == [reference.tokenizer(text)["input_ids"][0] for text in single]
+    several = reference.tokenizer("qzx")["input_ids"]
+    shown = re.escape(", ".join(f"{token} {reference.tokenizer.decode([token])!r}" for token in several))
+    with pytest.raises(
+        EngineError, match=rf"label_texts\[1\]: 'qzx' is {len(several)} tokens of this model \({shown}\); a label is"
+    ):
+        label_ids("a", "qzx")

@@ -166,6 +166,7 @@ def test_answers_to_another_input_or_with_other_options_are_refused(pool: StandI
         ["--truncation", "error"],
         ["--raw"],
         ["--label-token-ids", "1"],
+        ["--labels", "yes"],
         ["--group", "other"],
         ["--item-first"],
         ["--hidden"],
@@ -324,14 +325,15 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
     source, target = files
     source.write_text(
         '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false, "min_version": 9, "version": 9}\n'
-        '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
+        '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5, "labels": ["yes", "no"]}\n'
     )
     flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2, "--version", 8]
     flags += ["--temperature", 0.5, "--truncation", "left"]
     assert call("score", source, target, *flags, "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
     assert pool.asked == [[1, 2], "a"]
-    shared = {
+    shared: dict[str, Any] = {
         "label_token_ids": [4, 5],
+        "labels": None,
         "item_first": False,
         "return_pooled_hidden_states": False,
         "logprobs": True,
@@ -341,7 +343,17 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
     }
     assert pool.settings == [
         {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9, "version": 9},
-        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5, "min_version": 2, "version": 8},
+        {
+            **shared,
+            "label_token_ids": None,
+            "labels": ["yes", "no"],
+            "apply_softmax": True,
+            "group": "g",
+            "priority": 1,
+            "timeout": 2.5,
+            "min_version": 2,
+            "version": 8,
+        },
     ]
 
 

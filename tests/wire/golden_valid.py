@@ -110,6 +110,14 @@ def _from_client() -> list[Valid]:
             after={"labels": [5]},
         ),
         _score(
+            "score-label-texts",
+            "labels by their texts; the rows are ids all the same",
+            QUERY,
+            ITEMS,
+            ITEM_LENGTHS,
+            after={"label_texts": ["yes", "no", "später"]},
+        ),
+        _score(
             "score-all-fields",
             "every field differs from its default; a classifier would be asked for hidden states",
             QUERY,
@@ -750,6 +758,12 @@ def _from_worker() -> list[Valid]:
             {"type": "tokenized", "task": [EPOCH, 4], "code": "engine_error", "message": "no tokenizer"},
         ),
         Valid(
+            "tokenized-labels",
+            way,
+            "the tokens of two labels",
+            {"type": "tokenized", "task": [EPOCH, 11], "labels": [9693, 2152]},
+        ),
+        Valid(
             "tokenized-truncated",
             way,
             "one of the two rows was cut",
@@ -925,6 +939,12 @@ def _to_worker() -> list[Valid]:
             "a cross-encoder joins these texts without a separator",
             {"type": "tokenize", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
             words,
+        ),
+        Valid(
+            "tokenize-labels",
+            way,
+            "labels of rows that are ids",
+            {"type": "tokenize", "task": [EPOCH, 11], "frames": [], "labels": ["yes", "no"]},
         ),
         Valid(
             "tokenize-truncated",

@@ -1,5 +1,6 @@
 """The tokenizer of the sim engine: one token for each byte of UTF-8, and a cross-encoder's separators."""
 
+from enginepool.protocol.errors import WireError
 from enginepool.workers.engine import TextIds, TextTask
 from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
 
@@ -20,7 +21,16 @@ def text_ids(task: TextTask, separator: int | None) -> TextIds:
         of_item = range(behind, behind + (first if asked.item_first else second))
         unless_nothing_left(len(rows[i]) - len(of_item), asked, i)
         rows[i] = drop(rows[i], of_item, asked)
-    return TextIds(rows, len(longer))
+    return TextIds(rows, len(longer), [_label_id(i, label) for i, label in enumerate(asked.labels)])
+
+
+def _label_id(i: int, label: str) -> int:
+    data = label.encode()
+    if len(data) != 1:
+        at = f"label_texts[{i}]"
+        text = f"{at}: {label!r} is {len(data)} tokens of this model; a label is one token"
+        raise WireError("bad_request", text, field=at, limit="1")
+    return data[0] + BYTE_OFFSET
 
 
 def _joined(first: str, second: str, separator: int | None) -> list[int]:

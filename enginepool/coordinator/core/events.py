@@ -279,6 +279,7 @@ class TextTokenized(Event):
     field: str = ""
     limit: str = ""
     truncated: int = 0
+    labels: Sequence[int] = ()
 
 
 class WorkerHeard(Event):

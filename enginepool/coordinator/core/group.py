@@ -32,8 +32,8 @@ class Group:
 
     __slots__ = (
         "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings", "heard_committed",
-        "history", "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
-        "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
+        "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak",
+        "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
         "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
         "weights_lost", "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
@@ -80,6 +80,8 @@ class Group:
         #: the open plain workers, and the open packed ones
         self.routing: Routing[Worker] = Routing()
         self.packed_routing: Routing[Worker] = Routing()
+        #: the tokens of labels that requests named by their texts: of at most MAX_LABELS
+        self.label_ids: dict[str, int] = {}
         #: which worker was given the beginning of a prompt to generate from
         self.prefixes: PrefixIndex[Worker] = PrefixIndex()
         #: the highest priority of late, and when a request last came with it

@@ -28,7 +28,8 @@ from enginepool.protocol.ragged import bad, id_outside, row_lengths
 class Work(msgspec.Struct, frozen=True, gc=False):
     """The content of a request, validated: counts for deciding, buffers for forwarding. An operation may add fields.
 
-    `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
+    `text`: a worker's tokenizer has to see it first. `tokens` and `longest` are the sum and the maximum of the rows' lengths,
+    query and item together (bytes of rows that are text).
     `part` has the operation's own fields; it and `frames` are forwarded as they are. `digest` tells equal contents from others
     within this process. `shared`: the length of a query that all rows begin with and that can be computed once; 0: there is
     none. `values`: how many numbers `part` holds besides its frames. `charge`: what `memory.charge` says, where that is known
@@ -52,6 +53,11 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     charge: tuple[int, int] | None = None
     truncation: Truncation = ""
     truncated: int = 0
+
+    @property
+    def of_text(self) -> bool:
+        """Whether its rows are text."""
+        return self.part.frames[0].dtype == "utf8"
 
 
 W = TypeVar("W", bound=Work, contravariant=True)

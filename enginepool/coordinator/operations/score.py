@@ -19,10 +19,13 @@ _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
 
 
 class ScoreWork(Work, frozen=True, gc=False):
-    """A score request. `max_label`: the largest of its labels, or -1. `raw`: rows need no separator."""
+    """A score request. `columns`: how many labels it names. `max_label`: the largest of them, or -1. `raw`: rows need no
+    separator. `label_texts`: labels whose tokens are not known yet."""
 
+    columns: int = 0
     max_label: int = -1
     raw: bool = False
+    label_texts: tuple[str, ...] = ()
 
 
 class ScoreOperation(Operation[ScoreWork]):
@@ -39,9 +42,12 @@ class ScoreOperation(Operation[ScoreWork]):
                 at = next(i for i, label in enumerate(labels) if not 0 <= label < MAX_TOKENS)
                 most = str(MAX_TOKENS - 1)
                 raise bad("labels", f"labels[{at}]: {labels[at]}; a token id is 0 to {most}", most)
-            if message.softmax and len(labels) == 1:
-                text = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
-                raise bad("softmax", text, "2")
+            if message.label_texts:
+                raise bad("label_texts", "label_texts: the request has labels, too; name either ids or texts", "0")
+        columns = len(labels) or len(message.label_texts)
+        if message.softmax and columns == 1:
+            text = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
+            raise bad("softmax", text, "2")
         _check_temperature(message)
         specs = message.frames
         rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, (SHARED, PAIRED), "a score request")
@@ -53,20 +59,25 @@ class ScoreOperation(Operation[ScoreWork]):
         part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden, temperature=temperature)
         shape = (
             message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
-            temperature, message.truncation,
+            temperature, message.truncation, *message.label_texts,
         )  # fmt: skip
         digest = hash((*shape, message.min_version, message.version, len(specs), *frames))
+        label_texts = tuple(message.label_texts)
+        values = message.values if label_texts else columns
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
-            self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
-            part, tuple(frames), shared, len(labels), charge, message.truncation, max_label=max_label, raw=message.raw,
+            self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text or label_texts != (),
+            nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, columns=columns,
+            max_label=max_label, raw=message.raw, label_texts=label_texts,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
-        if can.kind == "causal" and work.max_label < 0:
+        if work.label_texts and not can.text:
+            return bad("label_texts", "label_texts: the model has no tokenizer: name labels by their token ids", "0")
+        if can.kind == "causal" and not work.columns:
             return bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
         if can.kind == "classifier":
-            if work.max_label >= 0:
+            if work.columns:
                 return bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
             if wrong := _check_outputs(work, can):
                 return wrong
@@ -117,7 +128,7 @@ class ScoreOperation(Operation[ScoreWork]):
         raise AssertionError("it can be packed")
 
     def outputs(self, work: ScoreWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
-        labels = work.values or (UNKNOWN_LABELS if can is None else can.labels)
+        labels = work.columns or (UNKNOWN_LABELS if can is None else can.labels)
         if not work.part.hidden:
             return (("scores", labels),)
         return (("scores", labels), ("hidden", (0 if can is None else can.hidden) or UNKNOWN_HIDDEN))
@@ -125,10 +136,11 @@ class ScoreOperation(Operation[ScoreWork]):
     def knows_outputs(self, work: ScoreWork, can: Capabilities | None) -> bool:
         if work.part.hidden:
             return can is not None and can.hidden > 0
-        return can is not None or work.values > 0
+        return can is not None or work.columns > 0
 
     def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
-        return Tokenize(task, work.part.frames, work.part.item_first, work.raw)
+        frames = work.part.frames if work.of_text else []
+        return Tokenize(task, frames, work.part.item_first, work.raw, labels=list(work.label_texts))
 
 
 def _check_temperature(message: Score) -> None:

@@ -5,19 +5,25 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.labels import with_labels
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec
 from enginepool.protocol.ragged import ITEMS, read_rows
 
 
-def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer], truncated: int = 0) -> Work:
+def with_ids(
+    work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer], truncated: int = 0, labels: Sequence[int] = ()
+) -> Work:
     """The text `work` with its rows replaced by token ids, frames `items` and `item_lengths` of as many rows, of which so many
-    were truncated.
+    were truncated, and the texts of its labels by these tokens.
 
     Raises:
         WireError: these are not the ids of that work.
     """
+    work = with_labels(work, labels)
+    if not work.text:
+        return work  # only the labels were text
     rows, tokens, longest, max_id, _, text = read_rows(specs, frames, (ITEMS,), "tokenized")
     if text:
         raise WireError("malformed", "tokenized: the items are utf8; they must be int32", field="frames")

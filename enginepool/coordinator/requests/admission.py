@@ -19,15 +19,15 @@ from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.operations.truncation import fitted
 from enginepool.coordinator.requests.exact_version import passed
+from enginepool.coordinator.requests.fitting import fitting
 from enginepool.coordinator.requests.generations import answer as answer_generation
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply
 
@@ -48,9 +48,9 @@ class Admission:
         group = core.open_group(e.link, e.id, work.group)
         if group is None:
             return
-        if work.truncation:
+        if work.text or work.truncation:
             try:
-                work = fitted(work, group.plain, group.packed, plain_expected=group.expected & PLAIN > 0)
+                work = fitting(work, group)
             except WireError as error:
                 core.refuse(e.link, e.id, error.code, error.message, field=error.field, limit=error.limit)
                 return

@@ -1,17 +1,33 @@
-"""Requests that are truncated: once it is known what the workers of their group take, and before any of them runs. Pure."""
+"""Requests as their group knows that it can run them: with the tokens of their labels, and rows that are not too long. Pure."""
 
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.labels import with_known_labels
 from enginepool.coordinator.operations.truncation import fitted
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.errors import WireError
+
+
+def fitting(work: Work, group: Group) -> Work:
+    """`work` as far as that is known before any worker has seen it.
+
+    Raises:
+        WireError: its rows cannot be truncated.
+    """
+    return _truncated(with_known_labels(work, group.label_ids), group)
 
 
 def truncate_waiting(request: Request) -> WireError | None:
     """Cut the rows of a request of which none was ever given to a worker. Returns why they cannot be cut, or None."""
     group, before = request.group, request.work.tokens
     try:
-        request.work = fitted(request.work, group.plain, group.packed, plain_expected=group.expected & PLAIN > 0)
+        request.work = _truncated(request.work, group)
     except WireError as error:
         return error
     group.tokens += request.work.tokens - before
     return None
+
+
+def _truncated(work: Work, group: Group) -> Work:
+    return fitted(work, group.plain, group.packed, plain_expected=group.expected & PLAIN > 0)

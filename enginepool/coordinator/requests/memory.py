@@ -32,7 +32,7 @@ class Bound(NamedTuple):
 
 def request_bytes(work: Work) -> int:
     """Bytes that `work` takes without its answer. Text becomes ids: at most one id for each byte of a row with its query."""
-    text = ELEMENT_BYTES * (work.tokens + work.rows) if work.text else 0
+    text = ELEMENT_BYTES * (work.tokens + work.rows) if work.of_text else 0
     return REQUEST_BYTES + LABEL_BYTES * work.values + work.nbytes + text
 
 
@@ -92,7 +92,7 @@ def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: 
     """Why even an idle coordinator could not serve `work` to a client that accepts messages of so many bytes; or None."""
     answer = answer_bytes(work, can)
     text = ELEMENT_BYTES * (work.tokens + work.rows)
-    if work.text and text > 2 * limits.max_message_bytes:
+    if work.of_text and text > 2 * limits.max_message_bytes:
         most = 2 * limits.max_message_bytes // ELEMENT_BYTES - work.rows
         what = f"items: {work.tokens} bytes of text, the query counted in each row; at most {most}: send token ids"
         return WireError("too_large", what, field="items", limit=str(most))

@@ -4,6 +4,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_text, enter_request
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.labels import remember
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.protocol.errors import WireError
@@ -28,13 +29,15 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     group = request.group
     old = request.work
     try:
-        work = with_ids(old, e.specs, e.frames, e.truncated)
+        work = with_ids(old, e.specs, e.frames, e.truncated, e.labels)
     except MemoryError:
         requests.no_memory(request)
         return
     except WireError as error:
         requests.fail(request, "engine_error", error.message)
         return
+    if e.labels:
+        remember(group.label_ids, old, e.labels)
     request.work = work
     group.tokens += work.tokens - old.tokens
     # The text was harmless. The ids may still kill a worker.

@@ -160,7 +160,7 @@ def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> 
         can = worker.group.plain or worker.capabilities
         assert can is not None
         message.truncation, message.longest = work.truncation, longest_row(can)
-    core.effects.append(ToWorker(worker.link, message, work.frames))
+    core.effects.append(ToWorker(worker.link, message, work.frames if message.frames else ()))
 
 
 def send_batch(core: Context, batch: RunningBatch) -> None:

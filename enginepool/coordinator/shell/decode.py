@@ -218,7 +218,7 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:
     check_frames(tokenized.frames, frames)
     t = tokenized
-    return ev.TextTokenized(now, link, t.task, t.frames, frames, t.message, t.code, t.field, t.limit, t.truncated)
+    return ev.TextTokenized(now, link, t.task, t.frames, frames, t.message, t.code, t.field, t.limit, t.truncated, t.labels)
 
 
 def _worker_said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:

@@ -40,6 +40,7 @@ from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
 from enginepool.workers.sglang.text.joined_rows import joined_rows
+from enginepool.workers.sglang.text.label_ids import label_ids
 from enginepool.workers.sglang.weights.updates import SglangWeights
 
 #: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
@@ -186,8 +187,10 @@ class SglangEngine:
         def encode() -> TextIds:
             if capabilities.separator is not None and not task.asked.raw:
                 config = self._tm.model_config.hf_config
-                return TextIds(*pair_rows(tokenizer, config, task.pairs, task.asked, capabilities.context))
-            return TextIds(*joined_rows(tokenizer, task.pairs, task.asked))
+                rows, truncated = pair_rows(tokenizer, config, task.pairs, task.asked, capabilities.context)
+            else:
+                rows, truncated = joined_rows(tokenizer, task.pairs, task.asked)
+            return TextIds(rows, truncated, label_ids(tokenizer, task.asked.labels))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
