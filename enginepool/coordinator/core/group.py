@@ -33,8 +33,8 @@ class Group:
     __slots__ = (
         "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings", "heard_committed",
         "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak",
-        "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens",
-        "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
+        "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing",
+        "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
         "weights_lost", "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
 
