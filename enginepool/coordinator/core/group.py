@@ -31,11 +31,12 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings", "heard_committed",
-        "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak",
-        "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker", "retired_classes", "routing",
-        "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights",
-        "weights_lost", "weights_lost_classes", "woken", "workers", "zeros",
+        "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
+        "heard_committed", "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
+        "packed_routing", "peak", "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker",
+        "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
+        "trial", "version", "version_queue", "waiting", "weights", "weights_lost", "weights_lost_classes", "woken",
+        "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
