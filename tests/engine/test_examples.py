@@ -31,9 +31,10 @@ def test_the_example_of_new_weights_teaches_its_model_to_prefer_a_token(processe
 
 @pytest.mark.parametrize(("name", "block"), programs(model=True))
 def test_a_program_on_a_page_runs_on_a_real_model(processes: Processes, name: str, block: Block, tmp_path: Path) -> None:
-    """The comment before it names the model, in place of which a tiny one is made."""
+    """The comment before it names the models, in place of which tiny ones are made."""
     lay_out(name, tmp_path)
-    make_tiny_model(tmp_path / block.value, "reward")
+    for model in block.value.split():
+        make_tiny_model(tmp_path / model, "reward" if "reranker" in model else "causal")
     program = tmp_path / "program.py"
     program.write_text(block.text, "utf-8")
     run_forked(processes, file_command(program), tmp_path, PRELOADED)

@@ -4,7 +4,7 @@ A comment on the line before a block says how the tests treat it; it is invisibl
 
     <!-- file: pool.toml -->      the block is written to that file before the page's commands and programs run
     <!-- only parsed: REASON -->  the block is not run, for this reason
-    <!-- model: NAME -->          a small random model with that name is in the folder in which the block is run
+    <!-- model: NAME NAME -->     small random models with these names are in the folder in which the block is run
     <!-- map -->                  the first word of each line is a path in the repository, indented under its folder
 """
 
