@@ -13,12 +13,13 @@ from tests.core.generations import CAN, GeneratingPool
 ROOMY = msgspec.structs.replace(
     CAN, vocab=1 << 20, context=1 << 20, batch_tokens=1 << 22, inflight_tokens=1 << 22, batch_rows=64, inflight_rows=64
 )
+SHORT = Sampling(max_new_tokens=8)
 
 
-def ask(prompt: list[int]) -> GenerateWork:
+def ask(prompt: list[int], sampling: Sampling = SHORT) -> GenerateWork:
     specs = [FrameSpec("items", "int32", (len(prompt),)), FrameSpec("item_lengths", "uint32", (1,))]
     frames = [np.array(prompt, np.int32).tobytes(), np.array([len(prompt)], np.uint32).tobytes()]
-    return GENERATE.open(Generate(1, specs, sampling=Sampling(max_new_tokens=8)), frames)
+    return GENERATE.open(Generate(1, specs, sampling=sampling), frames)
 
 
 def test_blocks_tell_a_beginning_from_others() -> None:
@@ -28,6 +29,7 @@ def test_blocks_tell_a_beginning_from_others() -> None:
     ours, theirs = blocks_of(memoryview(prompt.tobytes())), blocks_of(memoryview(other.tobytes()))
     assert len(ours) == 10 and ours[:3] == theirs[:3] and not set(ours[3:]) & set(theirs[3:])
     assert blocks_of(memoryview(prompt[: BLOCK - 1].tobytes())) == []
+    assert blocks_of(prompt.tobytes(), ours[:4]) == ours
     assert len(blocks_of(memoryview(bytes(4 * BLOCK * (MOST_BLOCKS + 5))))) == MOST_BLOCKS
 
 
@@ -69,6 +71,25 @@ def test_conversations_of_many_users_stay_where_they_were_and_the_load_is_even()
             pool.step(task.link, (task, 0, 0, [1], "stop"))
     assert hits / possible >= 0.9, f"{hits} of {possible}"
     assert max(given.values()) <= 1.2 * min(given.values()), given
+
+
+def test_the_next_turn_goes_to_the_worker_that_generated_the_turn_before_also_after_a_short_prompt() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    for name in ("a", "b"):
+        pool.worker(name, can=ROOMY)
+    long = Sampling(max_new_tokens=2 * BLOCK)
+    pool.submit(client, 1, ask([1, 2, 3], long))
+    pool.submit(client, 2, ask([4, 5, 6], long))
+    first, second = pool.tasks()
+    assert (first.link, second.link) == (b"a", b"b")
+    output = list(range(2 * BLOCK))
+    pool.step(first.link, (first, 0, 0, [9], "stop"))
+    pool.step(second.link, (second, 0, 0, output, "length"))
+    [third] = pool.tasks(pool.submit(client, 3, ask([4, 5, 6, *output, 7])))
+    pool.step(third.link, (third, 0, 0, [9], "stop"))
+    [fourth] = pool.tasks(pool.submit(client, 4, ask([4, 5, 6, *output, 8])))
+    assert (third.link, fourth.link) == (b"b", b"b")
 
 
 def test_a_worker_with_much_more_to_do_is_not_preferred() -> None:

@@ -16,7 +16,7 @@ from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.stream_messages import StreamMessages
-from enginepool.coordinator.scheduling.generation_slots import prompt_length
+from enginepool.coordinator.scheduling.generation_slots import prompt_length, remember
 from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
     Generated,
@@ -94,7 +94,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             failed.append((request, str(step.matched)))
         elif step.reason:
             sequence.end = SequenceEnd(place, step.reason, step.matched)
-            _ended(core, batch, request)
+            _ended(core, batch, request, place)
             if work.stream and place not in state.behind:
                 out.end(request, sequence.end)
             if not request.left:
@@ -139,10 +139,11 @@ def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, logpr
     return ""
 
 
-def _ended(core: Context, batch: RunningBatch, request: Request) -> None:
+def _ended(core: Context, batch: RunningBatch, request: Request, place: int) -> None:
     """A sequence of a task has ended: its slot is free."""
     state, (_, start, _) = request.generation, batch.slices[0]
     assert state is not None and isinstance(request.work, GenerateWork)
+    remember(request, place, batch.worker)
     request.flying -= 1
     request.left -= 1
     if batch.rows > 1:

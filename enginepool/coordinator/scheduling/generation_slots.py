@@ -62,6 +62,16 @@ def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wor
     return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], False)
 
 
+def remember(request: Request, place: int, worker: Worker) -> None:
+    """A sequence has ended at `worker`, whose engine has its prompt and its output: what goes on from there prefers it."""
+    state = request.generation
+    assert state is not None
+    number = place // _generation(request).n
+    known = state.blocks[1] if state.blocks[0] == number else ()
+    history = b"".join((_prompt(request, number), state.sequences[place].tokens))
+    request.group.prefixes.add(blocks_of(history, known), worker)
+
+
 def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, Slice]:
     """(tokens, slice) of the next sequences of `request`: at most `slots`, which cost no more than `worker` has free, where one
     of them fits."""

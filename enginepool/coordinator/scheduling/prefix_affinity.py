@@ -1,8 +1,9 @@
 """Prefix affinity: which worker has computed the beginning of a prompt before, and has it in its cache. Pure.
 
 Engines keep what they have computed of a prompt (SGLang's radix cache). So the next turn of a conversation is cheaper at the
-worker that had the turn before. The coordinator remembers which worker was last given each block of `BLOCK` tokens with all
-that comes before it. It does not know what an engine has evicted since: this is an approximation.
+worker that had the turn before. The coordinator remembers which worker last had each block of `BLOCK` tokens with all that
+comes before it: the blocks of a prompt once a worker is given it, and those of its output once that has ended. It does not know
+what an engine has evicted since: this is an approximation.
 
 Affinity never makes a request wait, and never makes the load uneven: see `bound`.
 """
@@ -21,18 +22,19 @@ SLACK_ROWS, SLACK = 4, 0.125
 W = TypeVar("W")
 
 
-def blocks_of(prompt: memoryview) -> list[int]:
-    """A number for each whole block of a prompt (bytes of int32), which tells it and all blocks before it from others."""
-    found: list[int] = []
-    last, step = 0, 4 * BLOCK
-    for end in range(step, min(len(prompt), MOST_BLOCKS * step) + 1, step):
-        last = hash((last, bytes(prompt[end - step : end])))
+def blocks_of(tokens: bytes | memoryview, known: Sequence[int] = ()) -> list[int]:
+    """A number for each whole block of a prompt (bytes of int32), which tells it and all blocks before it from others. `known`:
+    those of its beginning."""
+    found = list(known)
+    last, step = found[-1] if found else 0, 4 * BLOCK
+    for end in range((len(found) + 1) * step, min(len(tokens), MOST_BLOCKS * step) + 1, step):
+        last = hash((last, bytes(tokens[end - step : end])))
         found.append(last)
     return found
 
 
 class PrefixIndex(Generic[W]):
-    """The worker that was last given each block."""
+    """The worker that last had each block."""
 
     __slots__ = ("_workers",)
 
@@ -48,7 +50,7 @@ class PrefixIndex(Generic[W]):
         return None
 
     def add(self, blocks: Sequence[int], worker: W) -> None:
-        """`worker` is given a prompt of these blocks."""
+        """`worker` has a prompt of these blocks, or is given it."""
         workers = self._workers
         for block in blocks:
             workers[block] = worker
