@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginepool import errors
     from enginepool.client.blocking import BlockingPool
+    from enginepool.client.blocking_session import BlockingSession
     from enginepool.client.embed import EmbedResult
+    from enginepool.client.generation_session import Session
     from enginepool.client.generations import Generation, Generations, TokenChunk
     from enginepool.client.logprobs import LogprobsResult
     from enginepool.client.pool import Pool
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockingPool",
+    "BlockingSession",
     "BlockingWeightPublisher",
     "EmbedResult",
     "EnginepoolError",
@@ -33,6 +36,7 @@ __all__ = [
     "Pool",
     "RerankResult",
     "ScoreResult",
+    "Session",
     "TokenChunk",
     "TokenStream",
     "WeightPublisher",
@@ -43,6 +47,7 @@ __all__ = [
 #: Where each public name is defined.
 _MODULES = {
     "BlockingPool": "client.blocking",
+    "BlockingSession": "client.blocking_session",
     "BlockingWeightPublisher": "trainer.blocking_publisher",
     "TokenChunk": "client.generations",
     "EmbedResult": "client.embed",
@@ -53,6 +58,7 @@ _MODULES = {
     "Pool": "client.pool",
     "RerankResult": "client.rerank",
     "ScoreResult": "client.score",
+    "Session": "client.generation_session",
     "TokenStream": "client.token_stream",
     "WeightPublisher": "trainer.publisher",
 }

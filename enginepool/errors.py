@@ -15,7 +15,7 @@ class EnginepoolError(Exception):
 
     Attributes:
         code: the wire code (a key of `enginepool.protocol.errors.CODES`), or a local one (`closed`, `config`, `connect`,
-            `interrupted`).
+            `interrupted`, `session_busy`, `session_closed`, `session_expired`).
         fault: `caller`, `pool` or `none`: a full queue, a deadline, an update that was aborted.
         retry: sending the same request again is safe and may help.
         field: the argument at fault (`items[3]`), or "".
@@ -176,6 +176,27 @@ class Interrupted(EnginepoolError):
     def __init__(self, message: str, *, generations: Any = None, **facts: Any) -> None:
         super().__init__(message, **facts)
         self.generations = generations
+
+
+class SessionClosed(EnginepoolError):
+    """The session was closed by its owner: it has no history."""
+
+    code = "session_closed"
+    fault = "caller"
+
+
+class SessionExpired(SessionClosed):
+    """The session had no call for `idle` seconds, and dropped its history. Begin another with the tokens that are to go on."""
+
+    code = "session_expired"
+
+
+class SessionBusy(EnginepoolError):
+    """The session has a call that runs, and takes one at a time; `branch` gives another session for another call."""
+
+    code = "session_busy"
+    fault = "caller"
+    retry = True
 
 
 class ConnectError(EnginepoolError, ConnectionError):

@@ -8,7 +8,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from enginepool.client.absent import no_attribute, not_made_so
-from enginepool.client.facade import StreamingFacade, attribute, blocking, streaming
+from enginepool.client.blocking_session import BlockingSession
+from enginepool.client.facade import StreamingFacade, attribute, blocking, on_loop, streaming
 from enginepool.client.loop_thread import LoopThread
 from enginepool.client.opening import Opening
 from enginepool.client.pool import Pool
@@ -73,6 +74,7 @@ class BlockingPool(StreamingFacade):
     rerank = blocking(Pool.rerank)
     generate = blocking(Pool.generate)
     stream = streaming(Pool.stream)
+    session = on_loop(Pool.session, BlockingSession)
     logprobs = blocking(Pool.logprobs)
     flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)

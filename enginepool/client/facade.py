@@ -79,6 +79,29 @@ def blocking(method: Callable[..., Coroutine[Any, Any, Any]], returns: Callable[
     return call
 
 
+@overload
+def on_loop(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]: ...
+@overload
+def on_loop(method: Callable[Concatenate[Any, P], T], returns: Callable[[T, Any], R]) -> Callable[Concatenate[Any, P], R]: ...
+def on_loop(method: Callable[..., Any], returns: Callable[[Any, Any], Any] | None = None) -> Any:
+    """The blocking form of a method that does not await, called on the loop: threads do not meet in it.
+
+    Args:
+        method: of the class of the async object.
+        returns: makes the facade of a result, from that result and the facade whose method was called.
+    """
+
+    @functools.wraps(method)
+    def call(facade: BlockingFacade, *args: Any, **options: Any) -> Any:
+        async def work() -> Any:
+            return method(facade._async, *args, **options)  # pyright: ignore[reportPrivateUsage]
+
+        result = facade.call(work())
+        return result if returns is None else returns(result, facade)
+
+    return call
+
+
 class BlockingIterator(Generic[T, R]):
     """What an async class returns for `async for`, for code that does not await: for each item a call on the loop.
 

@@ -76,6 +76,15 @@ def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.
     return body.specs(), body.frames()
 
 
+def token_ids(name: str, ids: Ids) -> Ids32:
+    """Token ids, perhaps none, as int32 [tokens]."""
+    if isinstance(ids, str):
+        raise bad(name, f"{name}: text; token ids, which the tokenizer of the model makes of it")
+    found = _ids(name, ids)
+    _no_negative(name, found, None)
+    return found
+
+
 class _Encoded(NamedTuple):
     """Rows as two frames: all values one after the other, and the length of each row."""
 

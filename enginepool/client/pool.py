@@ -13,7 +13,7 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.control import ControlCalls
-from enginepool.client.generate import GenerateCalls
+from enginepool.client.generation_session import SessionCalls
 from enginepool.client.logprobs import LogprobsCalls
 from enginepool.client.notices import Notices
 from enginepool.client.openai_calls import OpenAICalls
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RerankCalls, GenerateCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
+class Pool(RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

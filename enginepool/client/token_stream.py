@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 import numpy as np
@@ -14,6 +15,38 @@ from enginepool.client.session.events import Answer, Fail, Heard, StreamPart
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, Generate, Generated
+
+
+class ChunkIterator:
+    """What `async for` holds while it runs. An async generator would be closed some turns of the loop after a `break`."""
+
+    def __init__(self, stream: "TokenStream") -> None:
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        try:
+            chunk = await self._stream.next_chunk()
+        except BaseException:  # also when cancelled; raised again
+            self._stream.cancel()
+            raise
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    async def aclose(self) -> None:
+        """The loop is left."""
+        self._stream.cancel()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # its loop is closed
+            if asyncio._get_running_loop() is self._loop:
+                self._stream.cancel()
+            else:  # the garbage collector found it
+                self._loop.call_soon_threadsafe(self._stream.cancel)
 
 
 class TokenStream:
@@ -51,14 +84,13 @@ class TokenStream:
         self._result: Generations | None = None
         #: tokens that the caller has taken
         self._taken = 0
+        #: it has ended, or was left
+        self.over = False
+        self._follow: Callable[[TokenChunk | None], None] | None = None
         self._heard = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncGenerator[TokenChunk]:
-        try:
-            while (chunk := await self.next_chunk()) is not None:
-                yield chunk
-        finally:
-            self.cancel()
+    def __aiter__(self) -> "ChunkIterator":
+        return ChunkIterator(self)
 
     async def next_chunk(self) -> TokenChunk | None:
         """The next tokens; None: all sequences have ended.
@@ -72,17 +104,21 @@ class TokenStream:
             self._heard.clear()
             await self._heard.wait()
         if not self._parts:
+            self._finish()
             self._conclude()
             return None
         part = self._parts.popleft()
         self._taken += len(part.tokens) // 4
         if self._end is None:
             self._connection.tokens_taken(self._id, self._taken)
-        return TokenChunk(
+        chunk = TokenChunk(
             part.sequence, np.array(np.frombuffer(part.tokens, np.int32)),
             np.array(np.frombuffer(part.logprobs, np.float32)) if self._request.logprobs else None, part.version,
             "" if part.end is None else part.end.reason, None if part.end is None else part.end.matched,
         )  # fmt: skip
+        if self._follow is not None:
+            self._follow(chunk)
+        return chunk
 
     async def result(self) -> Generations:
         """All tokens of all sequences, once they have ended, as `Pool.generate` returns them. Chunks that were not taken are
@@ -102,12 +138,17 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Take the request back, unless all sequences have ended. Chunks that were not taken are dropped. Idempotent."""
+        self._finish()
         if self._end is not None:
             return
         if self._id:
             self._connection.abandon(self._id)
         self._parts.clear()
         self._hear(Fail(self._id, ErrorReply("cancelled", "the stream was left before its end")))
+
+    def follow(self, take: Callable[[TokenChunk | None], None]) -> None:
+        """For a session: `take` is called with each chunk that the caller takes, and with None once it is over."""
+        self._follow = take
 
     async def aclose(self) -> None:
         """As `cancel`."""
@@ -118,6 +159,13 @@ class TokenStream:
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+
+    def _finish(self) -> None:
+        """The caller is done with it."""
+        self.over = True
+        follow, self._follow = self._follow, None
+        if follow is not None:
+            follow(None)
 
     def _open(self) -> None:
         self._connection.now()

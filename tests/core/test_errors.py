@@ -18,7 +18,9 @@ def test_every_wire_code_has_its_own_exception_with_the_facts_of_the_table():
 
 
 def test_local_codes_never_travel():
-    assert errors.BY_CODE.keys() - CODES.keys() == {"closed", "config", "connect", "interrupted"}
+    assert errors.BY_CODE.keys() - CODES.keys() == {
+        "closed", "config", "connect", "interrupted", "session_busy", "session_closed", "session_expired",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))

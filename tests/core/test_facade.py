@@ -5,7 +5,7 @@ from typing import Any, assert_type
 
 import pytest
 
-from enginepool import BlockingPool, Generations, Pool, ScoreResult, TokenChunk
+from enginepool import BlockingPool, BlockingSession, Generations, Pool, ScoreResult, Session, TokenChunk
 from enginepool.client.facade import BlockingIterator
 from enginepool.protocol.messages import StatusReport
 from enginepool.protocol.messages.weight_reports import UpdateRecord
@@ -20,7 +20,12 @@ def methods(kind: type) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("blocking", "awaited"),
-    [(BlockingPool, Pool), (BlockingWeightPublisher, WeightPublisher), (BlockingUpdateHandle, UpdateHandle)],
+    [
+        (BlockingPool, Pool),
+        (BlockingSession, Session),
+        (BlockingWeightPublisher, WeightPublisher),
+        (BlockingUpdateHandle, UpdateHandle),
+    ],
 )
 def test_a_facade_has_every_async_method_with_its_signature_and_docstring(blocking: type, awaited: type) -> None:
     # `begin` is the publisher's, not a caller's.
@@ -44,12 +49,22 @@ def test_a_blocking_stream_has_the_arguments_and_the_docstring_of_the_async_one(
     assert inspect.getdoc(BlockingPool.stream) == inspect.getdoc(Pool.stream)
 
 
+@pytest.mark.parametrize("name", ["stream", "branch", "replace", "close"])
+def test_a_blocking_session_has_the_arguments_and_the_docstrings_of_the_async_one(name: str) -> None:
+    found, expected = getattr(BlockingSession, name), getattr(Session, name)
+    assert (inspect.signature(found), inspect.getdoc(found)) == (inspect.signature(expected), inspect.getdoc(expected))
+
+
 def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
     """For the type checker alone."""
     assert_type(BlockingPool.connect("ipc:///pool.sock", connect_timeout=1.0), BlockingPool)
     assert_type(pool.score("query", ["item"], priority=3), ScoreResult)
     assert_type(pool.generate("prompt", n=2, temperature=0), Generations)
     assert_type(pool.stream("prompt", credit=3), BlockingIterator[TokenChunk, Generations])
+    assert_type(pool.session(group="g"), BlockingSession)
+    assert_type(pool.session().generate([1], temperature=0), Generations)
+    assert_type(pool.session().stream([1]), BlockingIterator[TokenChunk, Generations])
+    assert_type(pool.session().branch(), BlockingSession)
     assert_type(pool.ready(3.0, group="g"), StatusReport)
     assert_type(publisher.publish({}, 3, transfer="direct"), UpdateRecord)
     assert_type(publisher.start({}, partial=True), BlockingUpdateHandle)
