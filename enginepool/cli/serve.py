@@ -32,6 +32,12 @@ def serve(
     ] = None,
     engine: Annotated[EngineName | None, typer.Option(help="The engine in each worker.  [default: sglang]")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="generate, or one of score, embed, logprobs; may be repeated.  [default: these three]"
+        ),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Where clients connect.  [default: a socket of your own]")
     ] = None,
@@ -52,12 +58,16 @@ def serve(
     Examples:
       enginepool serve --config pool.toml
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
+      enginepool serve --model Qwen/Qwen3-0.6B --operation generate
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
     from enginepool.config_loader import check_models, check_roots, load_config
     from enginepool.coordinator.launchers.gpus import check_gpus
 
-    flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
+    flags = {
+        "model": model, "workers": workers, "engine": engine, "device": device, "operation": operation or None,
+        "listen": listen, "state_dir": state_dir,
+    }  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
     if config is not None and given:
         raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
@@ -97,6 +107,8 @@ def _from_flags(flags: dict[str, Any]) -> "PoolConfig":
     if flags["model"] is None and flags["engine"] is not EngineName.sim:
         raise CommandFailed("serve needs --config POOL.TOML or --model MODEL (or --engine sim, which needs neither)", BAD_USAGE)
     group = {name: flags[name] for name in ("model", "workers", "engine", "device") if flags[name] is not None}
+    if flags["operation"] is not None:
+        group["operations"] = flags["operation"]
     pool: dict[str, Any] = {"groups": {"default": {"model": "sim", **group}}}
     pool |= {name: str(flags[name]) for name in ("listen", "state_dir") if flags[name] is not None}
     return decode_config(msgspec.json.encode(pool))

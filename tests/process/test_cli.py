@@ -120,6 +120,8 @@ BAD_USAGE = [
     ("serve --config key.toml", "key.toml: unknown key listem"),
     ("serve --config remote.toml", "remote.toml: listen = 'tcp://0.0.0.0:5000': TCP needs keys"),
     ("serve --config key.toml --workers 2", "--config and --workers exclude each other"),
+    ("serve --config key.toml --operation generate", "--config and --operation exclude each other"),
+    ("serve --engine sim --operation dance", "operations[0] = 'dance': one of score, embed, logprobs, generate"),
     ("serve --engine sim --workers -1", "invalid value for '--workers'"),
     ("serve --engine other", "invalid value for '--engine'"),
     ("serve --engine sim --listen nowhere", "listen = 'nowhere': write tcp://HOST:PORT or ipc://PATH"),
