@@ -34,9 +34,7 @@ def serve(
     device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
     operation: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="generate, or one of score, embed, logprobs; may be repeated.  [default: these three]"
-        ),
+        typer.Option(metavar="NAME", help="generate, score, embed or logprobs; may be repeated.  [default: the last three]"),
     ] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Where clients connect.  [default: a socket of your own]")
