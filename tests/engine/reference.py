@@ -71,6 +71,14 @@ class Reference:
         logprobs = self._torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
         return (logits.max(dim=-1).values - logits.gather(1, chosen)[:, 0]).numpy(), logprobs.numpy()
 
+    def greedy(self, row: Sequence[int], count: int) -> list[int]:
+        """The likeliest tokens after `row`, each after those before it."""
+        ids = list(row)
+        with self._torch.no_grad():
+            for _ in range(count):
+                ids.append(int(self._causal(self._torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(row) :]
+
     def rewards(self, row: list[int], softmax: bool) -> npt.NDArray[np.float64]:
         with self._torch.no_grad():
             logits = self._reward(self._torch.tensor([row])).logits[0].double()

@@ -7,14 +7,18 @@ are those of a direct computation.
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.forked import PRELOADED
-from tests.engine.reference import Models
+from tests.engine.reference import Models, Reference
 from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
 
+#: as in `openai_real.py`
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 SCENES = Path(__file__).with_name("openai_scenes.py")
 
 pytestmark = [
@@ -32,17 +36,22 @@ def names() -> list[str]:
     return [name for name in found if name not in skipped]
 
 
+def run(program: Path, model: Path, folder: Path) -> str:
+    """What a program said, in a process that has SGLang."""
+    log = folder / "log.txt"
+    with Processes() as processes, log.open("w") as output:
+        command = [*file_command(program), str(model)]
+        process = ForkedProcess(command, PRELOADED, cwd=folder, stdout=output, stderr=output)
+        status = processes.keep(process).wait(400)
+    said = log.read_text("utf-8")
+    assert status == 0, said
+    return said
+
+
 @pytest.fixture(scope="module")
 def played(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """How each scene failed, or ""; one process plays them all."""
-    folder = tmp_path_factory.mktemp("scenes")
-    log = folder / "log.txt"
-    with Processes() as processes, log.open("w") as output:
-        command = [*file_command(SCENES), str(models.causal)]
-        process = ForkedProcess(command, PRELOADED, cwd=folder, stdout=output, stderr=output)
-        status = processes.keep(process).wait(300)
-    said = log.read_text("utf-8")
-    assert status == 0, said
+    said = run(SCENES, models.causal, tmp_path_factory.mktemp("scenes"))
     return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
 
 
@@ -50,3 +59,36 @@ def played(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize("name", names())
 def test_openai_client(played: dict[str, str], name: str) -> None:
     assert played[name] == "", played[name]
+
+
+@pytest.fixture(scope="module")
+def answered(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a real engine answered."""
+    said = run(Path(__file__).with_name("openai_real.py"), models.causal, tmp_path_factory.mktemp("real"))
+    return json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+
+
+def test_a_chat_is_what_transformers_generates_greedily(answered: dict[str, Any], reference: Reference) -> None:
+    tokenizer = reference.tokenizer
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    ids = reference.greedy(prompt, 40)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert answered["whole"] == [text, text]
+    assert answered["streamed"] == text and answered["blocking"] == [text, text]
+    logprobs = reference.following(prompt, ids)[1]
+    for name in ("logprobs", "streamed_logprobs"):
+        np.testing.assert_allclose(answered[name], logprobs, rtol=1e-4, atol=1e-5)
+    assert (answered["usage"]["prompt_tokens"], answered["usage"]["completion_tokens"]) == (len(prompt), 80)
+    ids = reference.greedy(tokenizer.encode("Paris is"), 8)
+    assert answered["completion"] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_tool_that_must_be_called_is_called_as_its_schema_says(answered: dict[str, Any]) -> None:
+    name, arguments = answered["tool"]
+    assert (name, set(arguments)) == ("weather", {"city"})
+    assert arguments["city"] in ("Rome", "Paris")
+
+
+def test_a_stream_that_is_left_ends_in_the_engine(answered: dict[str, Any]) -> None:
+    """Long before its 3,000 tokens: the pool counts a request that was taken back as failed."""
+    assert answered["failed"] == 1
