@@ -59,32 +59,42 @@ def serve(
       enginepool serve --model Qwen/Qwen3-0.6B --operation generate
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
-    from enginepool.config_loader import check_models, check_roots, load_config
-    from enginepool.coordinator.launchers.gpus import check_gpus
-
     flags = {
         "model": model, "workers": workers, "engine": engine, "device": device, "operation": operation or None,
         "listen": listen, "state_dir": state_dir,
     }  # fmt: skip
-    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
-    if config is not None and given:
-        raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
-    pool = load_config(config) if config is not None else _from_flags(flags)
+    pool = _read(config, flags)
     where = str(config or "configuration")
-    _check_engines(pool)
-    check_models(pool, where)
-    check_roots(pool, where)
-    _check_options(pool, where)
-    check_gpus(pool, where)
-    from enginepool.coordinator.shell.startup import check_host
-
-    check_host(pool)
+    _check_host(pool, where)
     if check:
         typer.echo(f"{where}: good; {_summary(pool)}")
         return
     from enginepool.cli.coordinator_process import keep_running
 
     raise typer.Exit(keep_running(pool))
+
+
+def _read(config: Path | None, flags: dict[str, Any]) -> "PoolConfig":
+    from enginepool.config_loader import load_config
+
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
+    if config is not None and given:
+        raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
+    return load_config(config) if config is not None else _from_flags(flags)
+
+
+def _check_host(pool: "PoolConfig", where: str) -> None:
+    """Refuse what this host cannot serve with. `where` names the configuration."""
+    from enginepool.config_loader import check_models, check_roots
+    from enginepool.coordinator.launchers.gpus import check_gpus
+    from enginepool.coordinator.shell.startup import check_host
+
+    _check_engines(pool)
+    check_models(pool, where)
+    check_roots(pool, where)
+    _check_options(pool, where)
+    check_gpus(pool, where)
+    check_host(pool)
 
 
 def _summary(pool: "PoolConfig") -> str:
