@@ -96,6 +96,39 @@ def test_sequences_are_right_also_when_a_worker_dies(daemon: Daemon, reference: 
     assert_greedy(reference, prompts[0], last[0][0])
 
 
+def test_the_turns_of_a_session_are_right_and_find_their_history_in_the_prefix_cache(
+    daemon: Daemon, reference: Reference
+) -> None:
+    chance = random.Random(6)
+    asked = [[chance.randrange(VOCAB) for _ in range(count)] for count in (70, 20, 20)]
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool, pool.session() as session, asyncio.timeout(2 * START_S):
+            await pool.ready(START_S)
+            for turn, ids in enumerate(asked):
+                before = [*session.history.tolist(), *ids]
+                if turn == 1:
+                    result = await session.stream(ids, max_new_tokens=40, **GREEDY).result()
+                else:
+                    result = await session.generate(ids, max_new_tokens=40, **GREEDY)
+                [[found]] = result
+                assert session.history.tolist() == [*before, *found.token_ids.tolist()]
+                assert_greedy(reference, before, found)
+                # Of the history all but its last token, which no forward has computed yet.
+                assert result.usage.cached_tokens == (len(before) - len(ids) - 1 if turn else 0)
+            branch = session.branch()
+            session.replace(session.turns[1], asked[2])
+            before = session.history.tolist()
+            [[found]] = await session.generate(max_new_tokens=40, **GREEDY)
+            assert_greedy(reference, before, found)
+            before = [*branch.history.tolist(), 9]
+            result = await branch.generate([9], max_new_tokens=40, **GREEDY)
+            assert_greedy(reference, before, result[0][0])
+            assert result.usage.cached_tokens == len(before) - 2
+
+    asyncio.run(scenario())
+
+
 def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
     daemon: Daemon, models: Models, reference: Reference
 ) -> None:
