@@ -113,6 +113,8 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> TextTask:
     """
     if task.labels and not task.frames and not frames:
         return TextTask([], task)
+    if task.chat is not None and len(task.frames) != 2:
+        raise WireError("malformed", f"tokenize: {len(task.frames)} frames; chats have 2", field="frames")
     query, query_lengths, items, lengths = _read("tokenize", task.frames, frames, text=True)
     rows = _cut(items, lengths)
     queries = [str(query, "utf-8")] * len(rows) if query_lengths is None else _cut(query, query_lengths)

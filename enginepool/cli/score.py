@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 
 class ScoreLine(InputLine, forbid_unknown_fields=True):
-    """An input line: either `query` and `items`, or `prompts` and `responses`."""
+    """An input line: `query` and `items`, or `prompts` and `responses`, or `messages`."""
 
     query: str | list[int] | None = None
     items: list[str | list[int]] | None = None
     prompts: list[str | list[int]] | None = None
     responses: list[str | list[int]] | None = None
+    messages: list[list[dict[str, str]]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     label_token_ids: list[int] | None = None
     labels: list[str] | None = None
     apply_softmax: bool | None = None
@@ -31,10 +34,10 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     truncation: Literal["error", "left", "right"] | None = None
 
     def __post_init__(self) -> None:
-        """There is one of the two pairs, and no key of the other."""
-        given = [name for name in ("query", "items", "prompts", "responses") if getattr(self, name) is not None]
-        if given not in (["query", "items"], ["prompts", "responses"]):
-            raise ValueError("needs query and items, or prompts and responses")
+        """There is one of the three, and no key of the others."""
+        given = [name for name in ("query", "items", "prompts", "responses", "messages") if getattr(self, name) is not None]
+        if given not in (["query", "items"], ["prompts", "responses"], ["messages"]):
+            raise ValueError("needs query and items, or prompts and responses, or messages")
 
 
 async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +46,11 @@ async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[
     elif line.label_token_ids is not None and line.labels is None:
         settings["labels"] = None
     # The client checks that rows are all text or all ids.
-    if line.query is None:
+    chat = {name: getattr(line, name) for name in ("add_generation_prompt", "chat_template_kwargs")}
+    settings |= {name: value for name, value in chat.items() if value is not None}
+    if line.messages is not None:
+        result = await pool.score(messages=line.messages, **settings)
+    elif line.query is None:
         result = await pool.score_pairs(cast("Any", line.prompts), cast("Any", line.responses), **settings)
     else:
         result = await pool.score(line.query, cast("Any", line.items), **settings)
@@ -76,10 +83,11 @@ def score(
     Scores of different weights cannot be compared: the run stops where another weight version answers than the one that OUT has
     answers of. Each line of OUT has its version.
 
-    A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, labels, apply_softmax, temperature,
-    truncation, logprobs, raw, item_first, return_pooled_hidden_states, group, priority, timeout, min_version, version
-    for itself.
+    A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids; or
+    {"messages": ...}: chats, each a list of {"role": ..., "content": ...}. It may have an "id", which comes back with the
+    answer, and any of label_token_ids, labels, apply_softmax, temperature, truncation, logprobs, raw, item_first,
+    return_pooled_hidden_states, add_generation_prompt, chat_template_kwargs, group, priority, timeout, min_version, version for
+    itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Unpack, cast
 
-from enginepool.client.arguments import Ids, check_options
+from enginepool.client.arguments import Ids, bad, check_options
+from enginepool.client.chats import ChatDict, check_template, encode_chats
 from enginepool.client.payload import (
     Payload,
     check_label_texts,
@@ -28,6 +29,7 @@ _SCORE_NAMES = {
     "hidden": "return_pooled_hidden_states",
     "timeout_ms": "timeout",
 }
+_CHAT_NAMES = {**_SCORE_NAMES, "items": "messages", "chat": "chat_template_kwargs"}
 _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
 
 
@@ -42,6 +44,14 @@ class ScoreOptions(TruncatedOptions, total=False):
     logprobs: bool
     raw: bool
     temperature: float
+
+
+class ChatScoreOptions(ScoreOptions, total=False):
+    """The options of `Pool.score` alone."""
+
+    messages: Sequence[Sequence[ChatDict]] | None
+    add_generation_prompt: bool
+    chat_template_kwargs: Mapping[str, bool | int | float | str | None] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +84,9 @@ class ScoreCalls(RowCalls):
 
     async def score(
         self,
-        query: str | Ids,
-        items: Sequence[str] | Sequence[Ids],
-        **options: Unpack[ScoreOptions],
+        query: str | Ids | None = None,
+        items: Sequence[str] | Sequence[Ids] | None = None,
+        **options: Unpack[ChatScoreOptions],
     ) -> ScoreResult:
         """Score each item after one query. Query and items are all text, or all token ids.
 
@@ -91,12 +101,14 @@ class ScoreCalls(RowCalls):
         Args:
             query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
+            messages: in place of query and items, chats: of each a list of messages {"role", "content"}, of which the model's
+                own chat template makes a text. At most 4 MiB as JSON and 16,384 messages in all.
+            add_generation_prompt: the text of a chat ends where the model's answer would begin. Default: True.
+            chat_template_kwargs: further names of the template, such as {"enable_thinking": False}. Default: None.
             label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
-            labels: the same tokens by their texts (`["yes", "no"]`), in place of `label_token_ids`. The model's tokenizer makes
-                one token of each, or the error names its tokens. Default: None.
+            labels: the same tokens by their texts, such as ["yes", "no"]: one token each, or the error names its tokens.
             apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
-            temperature: `apply_softmax` divides logits by it, 0.001 to 1000: the lower, the more the best label stands out.
-                Default: 1.0.
+            temperature: `apply_softmax` divides logits by it, 0.001 to 1000. Default: 1.0.
             item_first: rows are item + query. Default: False.
             return_pooled_hidden_states: classifiers only. Default: False.
             group: may be left out where the pool has one group.
@@ -110,11 +122,9 @@ class ScoreCalls(RowCalls):
             logprobs: natural logarithms instead of probabilities, computed as such: in float32 a probability below 1e-45 is 0,
                 and its logarithm -inf. Classifiers: only with `apply_softmax`, or where the head's outputs are probabilities.
                 Default: False.
-            raw: a cross-encoder takes rows as they are: token ids without a separator, texts joined without one. Default:
-                False.
-            truncation: of rows that are longer than the model takes: `error` refuses them; `left` and `right` cut their item at
-                its beginning or end, never the query. Default: None, which refuses them too, except that texts for a
-                cross-encoder are cut as its tokenizer cuts pairs. `truncated` of the result counts rows that were cut.
+            raw: a cross-encoder takes ids without a separator, and texts are joined without one. Default: False.
+            truncation: of rows that are longer than the model takes: `error` refuses them; `left` and `right` cut their item
+                there, never the query. Default: None: as `error`, but texts for a cross-encoder are cut as pairs are.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -125,8 +135,8 @@ class ScoreCalls(RowCalls):
 
         Cancelling the task that awaits it takes the request back.
         """
-        check_options("score", options, ScoreOptions)
-        return await self._score(encode_shared(query, items), _SCORE_NAMES, options)
+        check_options("score", options, ChatScoreOptions)
+        return await self._score(*_rows(query, items, options), options)
 
     async def score_pairs(
         self,
@@ -155,8 +165,29 @@ class ScoreCalls(RowCalls):
             raw=flag(options, "raw"),
             temperature=check_temperature(options.get("temperature", 1.0), softmax=flag(options, "apply_softmax")),
         )
+        if names is _CHAT_NAMES:
+            score.chat = check_template(options.get("add_generation_prompt", True), options.get("chat_template_kwargs"))
         check_softmax(score.softmax, score.labels or score.label_texts)
         return _read(*await self._submit(score, frames, names, options))
+
+
+def _rows(query: object, items: object, options: ChatScoreOptions) -> tuple[Payload, Mapping[str, str]]:
+    """The frames of `score`, and what the wire calls its arguments: query and items, or messages, but never both."""
+    if (messages := options.get("messages")) is None:
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if name in options:
+                raise bad(name, f"{name}: given without messages")
+        if query is None and items is None:
+            raise bad("query", "query: missing; give query and items, or messages")
+        # What is None is refused in its words.
+        return encode_shared(cast("Ids", query), cast("Sequence[Ids]", items)), _SCORE_NAMES
+    for name, value in (("query", query), ("items", items)):
+        if value is not None:
+            raise bad(name, f"{name}: messages are given, too; give query and items, or messages")
+    if options.get("truncation") == "right":
+        text = "truncation: 'right' would cut where the answer of a chat begins; 'left' cuts its beginning"
+        raise bad("truncation", text, "left")
+    return encode_chats(messages), _CHAT_NAMES
 
 
 def _read(result: Result, frames: Sequence[Buffer]) -> ScoreResult:

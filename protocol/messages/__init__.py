@@ -10,6 +10,13 @@ as [name, dtype, shape]; see `frames.py`.
 from enginepool.protocol.basis import *
 from enginepool.protocol.capabilities import Capabilities as Capabilities
 from enginepool.protocol.capabilities import Kind as Kind
+from enginepool.protocol.chat import MAX_CHAT_BYTES as MAX_CHAT_BYTES
+from enginepool.protocol.chat import MAX_MESSAGES as MAX_MESSAGES
+from enginepool.protocol.chat import MAX_OPTION_NAME as MAX_OPTION_NAME
+from enginepool.protocol.chat import MAX_OPTION_TEXT as MAX_OPTION_TEXT
+from enginepool.protocol.chat import MAX_TEMPLATE_OPTIONS as MAX_TEMPLATE_OPTIONS
+from enginepool.protocol.chat import MAX_TEMPLATE_TOKENS as MAX_TEMPLATE_TOKENS
+from enginepool.protocol.chat import ChatTemplate as ChatTemplate
 from enginepool.protocol.messages.control import *
 from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.generate import *

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message, Truncation
+from enginepool.protocol.chat import ChatTemplate as ChatTemplate
 
 #: Temperatures of a score's softmax. Over scores of float32, a lower one than the first names only the best label.
 LEAST_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1000
@@ -24,7 +25,7 @@ class Score(Message, tag="score"):
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
     `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one. `temperature`: what `softmax`
     divides the logits by. `truncation`: of items; the query is kept.
-    `label_texts`: in place of `labels`, texts that are one token each.
+    `label_texts`: in place of `labels`, texts that are one token each. `chat`: items are chats (`chat.py`); there is no query.
     Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
@@ -44,11 +45,15 @@ class Score(Message, tag="score"):
     temperature: float = 1.0
     truncation: Truncation = ""
     label_texts: Annotated[list[_LabelText], msgspec.Meta(max_length=MAX_LABELS)] = []
+    chat: ChatTemplate | None = None
 
     @property
     def values(self) -> int:
         """What its header holds that can be much, in numbers: a text counts by its length."""
-        return len(self.labels) + sum(2 + len(text) // 10 for text in self.label_texts)
+        texts = [*self.label_texts]
+        if self.chat is not None:
+            texts += [*self.chat.kwargs, *(text for text in self.chat.kwargs.values() if isinstance(text, str))]
+        return len(self.labels) + sum(2 + len(text) // 10 for text in texts)
 
     def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""

@@ -6,6 +6,7 @@ import msgspec
 
 from enginepool.protocol.basis import FrameSpec, Message, TaskId, Truncation
 from enginepool.protocol.capabilities import Capabilities
+from enginepool.protocol.chat import ChatTemplate
 
 
 class Stage(Message, tag="stage"):
@@ -97,7 +98,7 @@ class Tokenize(Message, tag="tokenize"):
     """Turn text into ids: frames as in the request of `operation`, utf8. Each row is tokenized as the concatenation of query
     and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair.
     `truncation`: of items in rows of more than `longest` tokens. `labels`: texts that are one token each. Rows of ids that have
-    such labels are not sent: then there are no frames."""
+    such labels are not sent: then there are no frames. `chat`: items are chats."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -107,3 +108,4 @@ class Tokenize(Message, tag="tokenize"):
     truncation: Truncation = ""
     longest: int = 0
     labels: list[str] = []
+    chat: ChatTemplate | None = None

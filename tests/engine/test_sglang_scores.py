@@ -1,5 +1,6 @@
 """What the real engine answers: every number equals a direct computation, and every batch is one forward."""
 
+import json
 import random
 import re
 from itertools import chain
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Capabilities, Part, Tokenize
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextTask
+from enginepool.protocol.messages import Capabilities, ChatTemplate, Part, Tokenize
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextIds, TextTask
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Reference
 
@@ -248,14 +249,7 @@ def test_a_text_that_is_too_long_is_scored_without_tokens_of_its_item(
         gone = slice(0, len(whole) - longest) if side == "left" else slice(longest - kept, len(whole) - kept)
     del whole[gone]
     assert (found.rows, found.truncated) == ([whole, short], 1)
-    [outcome] = whole_outcomes(causal, found.rows[0])
-    assert_close(outcome, reference.label_scores(whole, (1, 2), False))
-
-
-def whole_outcomes(engine: HostedEngine, row: list[int]) -> Any:
-    [outcome] = whole(engine.score(RowBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
-    assert isinstance(outcome.parts[0], dict)
-    return outcome.parts[0]["scores"]
+    assert_close(outcome_of(causal, found.rows[0]), reference.label_scores(whole, (1, 2), False))
 
 
 def test_a_label_by_its_text_is_one_token_or_refused_with_its_tokens(causal: HostedEngine, reference: Reference) -> None:
@@ -271,3 +265,37 @@ def test_a_label_by_its_text_is_one_token_or_refused_with_its_tokens(causal: Hos
         EngineError, match=rf"label_texts\[1\]: 'qzx' is {len(several)} tokens of this model \({shown}\); a label is"
     ):
         label_ids("a", "qzx")
+
+
+def test_chats_become_the_ids_that_transformers_makes_with_the_models_own_template(
+    causal: HostedEngine, reference: Reference
+) -> None:
+    chats = [
+        [{"role": "system", "content": "Answer yes or no."}, {"role": "user", "content": "Ist das höflich? 👍"}],
+        [{"role": "user", "content": "a b " * declared(causal).context}],
+    ]
+
+    def rendered(prompt: bool) -> list[list[int]]:
+        return [reference.tokenizer.apply_chat_template(c, add_generation_prompt=prompt, return_dict=False) for c in chats]
+
+    def found(**asked: Any) -> TextIds:
+        pairs = [("", json.dumps(chat)) for chat in chats]
+        return causal.call("text_ids", TextTask(pairs, Tokenize((0, 0), [], **asked)))
+
+    assert found(chat=ChatTemplate()).rows == rendered(True)
+    assert found(chat=ChatTemplate(False)).rows == rendered(False)
+    longest = declared(causal).context
+    cut = found(chat=ChatTemplate(), truncation="left", longest=longest)
+    assert (cut.rows, cut.truncated) == ([row[-longest:] for row in rendered(True)], 1)
+    scored = [outcome_of(causal, row) for row in cut.rows]
+    assert_close(scored, [reference.label_scores(row, (1, 2), False) for row in cut.rows])
+    assert "chat_template" in declared(causal).features
+    for name in ("chat_template", "tools", "messages"):
+        with pytest.raises(EngineError, match=f"bad_request chat: .*'{name}' in kwargs is no option of a chat template"):
+            found(chat=ChatTemplate(kwargs={name: "{{ 1 }}"}))
+
+
+def outcome_of(engine: HostedEngine, row: list[int]) -> Any:
+    [outcome] = whole(engine.score(RowBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
+    assert isinstance(outcome.parts[0], dict)
+    return outcome.parts[0]["scores"][0]

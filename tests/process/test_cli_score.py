@@ -184,7 +184,7 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
     bad = {
         "{": "not JSON",
         "[1]": "a list; must be an object",
-        '{"query": "a"}': "needs query and items, or prompts and responses",
+        '{"query": "a"}': "needs query and items, or prompts and responses, or messages",
         '{"query": "a", "items": ["b"], "prompts": ["c"]}': "needs query and items, or prompts and responses",
         '{"query": "a", "items": "b"}': "items: a string; must be a list, or null",
         '{"query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",

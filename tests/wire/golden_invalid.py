@@ -142,6 +142,8 @@ def _fields() -> list[Invalid]:
         _score("priority-nil", "nil stands only where the table says so", bad, "priority", stage=h, priority=Raw(b"\xc0")),
         _score("timeout-float", "milliseconds are an int", bad, "timeout_ms", stage=h, timeout_ms=1.5),
         _score("softmax-integer", "1 is no bool", bad, "softmax", stage=h, softmax=1),
+        _score("chat-option-list", "options are plain values", bad, "chat.kwargs[...]", stage=h, chat={"kwargs": {"a": [1]}}),
+        _score("chat-unknown-key", "no such key", bad, "chat", stage=h, chat={"template": "x"}),
         _score("label-text-empty", "a text has 1 to 64 characters", bad, "label_texts[1]", stage=h, label_texts=["yes", ""]),
         _score("label-text-long", "65 characters", bad, "label_texts[0]", stage=h, label_texts=["y" * 65]),
         _score("truncation-unknown", "error, left or right", bad, "truncation", stage=h, truncation="middle"),
@@ -434,6 +436,7 @@ def _content() -> list[Invalid]:
     not_utf8: list[str | list[Piece]] = ["ff", "6162", "02000000"]
     split = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [2]]]
     whole = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [1]]]
+    words = (text("query", "ab"), text("items", "c"), lengths("item_lengths", 1))
     return [
         _score("id-negative", "ids begin at 0", bad, "id", stage=c, id=-1),
         _score("id-too-large", "2^63 is one too many", bad, "id", stage=c, id=2**63),
@@ -441,6 +444,19 @@ def _content() -> list[Invalid]:
         _score("priority-too-high", "1001", bad, "priority", stage=c, priority=1001),
         _score("priority-too-low", "-1001", bad, "priority", stage=c, priority=-1001),
         _score("softmax-of-one", "over one label it is always 1", bad, "softmax", stage=c, labels=[5], softmax=True),
+        _score("chat-of-ids", "chats are text", bad, "items", stage=c, arrays=SHARED[1:], chat={}),
+        _score("chat-item-first", "a chat is one text", bad, "item_first", stage=c, arrays=words[1:], item_first=True, chat={}),
+        _score(
+            "chat-truncated-right",
+            "its end is where the answer begins",
+            bad,
+            "truncation",
+            stage=c,
+            arrays=words[1:],
+            truncation="right",
+            chat={},
+        ),
+        _score("chat-with-query", "a chat has no query", "malformed", "frames", stage=c, arrays=words, chat={}),
         _score("label-texts-and-ids", "one of the two", bad, "label_texts", stage=c, labels=[5], label_texts=["yes"]),
         _score("temperature-zero", "0.001 is the lowest", bad, "temperature", stage=c, softmax=True, temperature=0.0),
         _score("temperature-alone", "only softmax divides by it", bad, "temperature", stage=c, labels=[5, 6], temperature=0.5),

@@ -57,6 +57,10 @@ _SCORE: dict[str, Any] = {
 _EMBED: dict[str, Any] = {"type": "embed", "id": 1, "frames": _specs(ITEMS, ITEM_LENGTHS)}
 _LOGPROBS: dict[str, Any] = {"type": "logprobs", "id": 1, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)}
 _PAIRS = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ITEMS, ITEM_LENGTHS)
+_CHATS = (
+    text("items", '[{"role":"user","content":"Grüße"}][{"role":"system","content":""},{"role":"user","content":"b"}]'),
+    lengths("item_lengths", 36, 63),
+)
 _EMBED_TEXT = (text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
 
 
@@ -116,6 +120,12 @@ def _from_client() -> list[Valid]:
             ITEMS,
             ITEM_LENGTHS,
             after={"label_texts": ["yes", "no", "später"]},
+        ),
+        _score(
+            "score-chats",
+            "two chats, for which the template of the model is asked not to let it think",
+            *_CHATS,
+            after={"labels": [5], "chat": {"kwargs": {"enable_thinking": False}}},
         ),
         _score(
             "score-all-fields",
@@ -939,6 +949,28 @@ def _to_worker() -> list[Valid]:
             "a cross-encoder joins these texts without a separator",
             {"type": "tokenize", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
             words,
+        ),
+        Valid(
+            "tokenize-chats",
+            way,
+            "two chats, rendered to where an answer would begin",
+            {"type": "tokenize", "task": [EPOCH, 12], "frames": _specs(*_CHATS), "chat": {}},
+            _CHATS,
+        ),
+        Valid(
+            "tokenize-chats-all-options",
+            way,
+            "and with all options",
+            {
+                "type": "tokenize",
+                "task": [EPOCH, 13],
+                "frames": _specs(*_CHATS),
+                "truncation": "left",
+                "longest": 32,
+                "labels": ["yes"],
+                "chat": {"add_generation_prompt": False, "kwargs": {"n": 1, "x": 0.5, "s": "a", "none": None, "t": True}},
+            },
+            _CHATS,
         ),
         Valid(
             "tokenize-labels",

@@ -79,6 +79,7 @@ class SimEngine:
             engine="sim",
             device="none",
             text=o.vocab >= BYTE_OFFSET + 256,
+            features=("chat_template",) if o.chat_template and o.vocab >= BYTE_OFFSET + 256 else (),
             max_item=MAX_ITEM if settings.packed else 0,
             cached_query=cached,
             separator=o.separator,
@@ -116,7 +117,7 @@ class SimEngine:
         """`can` of an engine that does nothing but generate."""
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
-            embedding=0, max_item=0, cached_query=0, cached_tokens=0,
+            embedding=0, max_item=0, cached_query=0, cached_tokens=0, features=(),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:

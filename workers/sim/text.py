@@ -1,5 +1,6 @@
 """The tokenizer of the sim engine: one token for each byte of UTF-8, and a cross-encoder's separators."""
 
+from enginepool.protocol.chat import read_chats
 from enginepool.protocol.errors import WireError
 from enginepool.workers.engine import TextIds, TextTask
 from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
@@ -13,15 +14,24 @@ def text_ids(task: TextTask, separator: int | None) -> TextIds:
     asked = task.asked
     if asked.raw:
         separator = None
-    rows = [_joined(*pair, separator) for pair in task.pairs]
+    texts = task.pairs
+    if asked.chat is not None:
+        texts = [("", _rendered(chat, asked.chat.add_generation_prompt)) for chat in read_chats([item for _, item in texts])]
+    rows = [_joined(*pair, separator) for pair in texts]
     longer = too_long(rows, asked)
     for i in longer:
-        first, second = (len(text.encode()) for text in task.pairs[i])
+        first, second = (len(text.encode()) for text in texts[i])
         behind = 0 if asked.item_first else first + (separator is not None and first > 0)
         of_item = range(behind, behind + (first if asked.item_first else second))
         unless_nothing_left(len(rows[i]) - len(of_item), asked, i)
         rows[i] = drop(rows[i], of_item, asked)
     return TextIds(rows, len(longer), [_label_id(i, label) for i, label in enumerate(asked.labels)])
+
+
+def _rendered(chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    """The chat template of the sim engine: a line for each message."""
+    text = "".join(f"{message['role']}: {message['content']}\n" for message in chat)
+    return text + "assistant: " if add_generation_prompt else text
 
 
 def _label_id(i: int, label: str) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES, SEQUENCE_BYTES
+from enginepool.protocol.chat import MAX_TEMPLATE_TOKENS
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Generate, RowRequest
+from enginepool.protocol.messages import Generate, RowRequest, Score
 
 #: Frame 0 of a request has at most this many bytes, plus 5 for each label and 4 for each character of the group.
 _HEADER_BYTES = 512
@@ -14,7 +15,7 @@ _HEADER_BYTES = 512
 
 def message_bytes(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
     """At least the bytes of the request as a message."""
-    if isinstance(request, Generate):
+    if isinstance(request, Generate) or (isinstance(request, Score) and (request.label_texts or request.chat)):
         header = len(msgspec.msgpack.encode(request))
     else:
         header = 5 * request.values + 4 * len(request.group)
@@ -33,5 +34,6 @@ def charge_of(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
     text = 0
     if request.frames[0].dtype == "utf8":
         query = 0 if len(frames) == 2 else len(frames[0]) * (rows if len(frames) == 3 else 1)
-        text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
+        template = MAX_TEMPLATE_TOKENS * rows if isinstance(request, Score) and request.chat is not None else 0
+        text = ELEMENT_BYTES * (query + len(frames[-2]) + rows + template)
     return payload + text + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * request.columns(frames))

@@ -5,27 +5,30 @@ A causal model scores label tokens, a classifier returns the outputs of its head
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from enginepool.coordinator.operations.base import Operation, Work, longest_row, refuse_ids, refuse_length, signature
 from enginepool.coordinator.requests.memory import UNKNOWN_HIDDEN, UNKNOWN_LABELS, labels_charge
+from enginepool.protocol.chat import MAX_CHAT_BYTES, MAX_TEMPLATE_TOKENS, ChatTemplate
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
-from enginepool.protocol.ragged import MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
+from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
 
 _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
 
 
 class ScoreWork(Work, frozen=True, gc=False):
     """A score request. `columns`: how many labels it names. `max_label`: the largest of them, or -1. `raw`: rows need no
-    separator. `label_texts`: labels whose tokens are not known yet."""
+    separator. `label_texts`: labels whose tokens are not known yet. `chat`: its text is chats."""
 
     columns: int = 0
     max_label: int = -1
     raw: bool = False
     label_texts: tuple[str, ...] = ()
+    chat: ChatTemplate | None = None
 
 
 class ScoreOperation(Operation[ScoreWork]):
@@ -50,7 +53,12 @@ class ScoreOperation(Operation[ScoreWork]):
             raise bad("softmax", text, "2")
         _check_temperature(message)
         specs = message.frames
-        rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, (SHARED, PAIRED), "a score request")
+        chat = message.chat
+        layouts = (SHARED, PAIRED) if chat is None else (ITEMS,)
+        rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, layouts, "a score request")
+        if chat is not None:
+            _check_chat(message, frames, text)
+            tokens += MAX_TEMPLATE_TOKENS * rows
         if message.item_first:
             shared = 0
         nbytes = sum(map(len, frames))
@@ -60,20 +68,23 @@ class ScoreOperation(Operation[ScoreWork]):
         shape = (
             message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
             temperature, message.truncation, *message.label_texts,
+            None if chat is None else msgspec.msgpack.encode(chat),
         )  # fmt: skip
         digest = hash((*shape, message.min_version, message.version, len(specs), *frames))
         label_texts = tuple(message.label_texts)
-        values = message.values if label_texts else columns
+        values = columns if chat is None and not label_texts else message.values
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text or label_texts != (),
             nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, columns=columns,
-            max_label=max_label, raw=message.raw, label_texts=label_texts,
+            max_label=max_label, raw=message.raw or chat is not None, label_texts=label_texts, chat=chat,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
         if work.label_texts and not can.text:
             return bad("label_texts", "label_texts: the model has no tokenizer: name labels by their token ids", "0")
+        if work.chat is not None and work.text and "chat_template" not in can.features:
+            return bad("chat", "chat: this model has no chat template; send the text of each chat, or its ids", "")
         if can.kind == "causal" and not work.columns:
             return bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
         if can.kind == "classifier":
@@ -140,7 +151,22 @@ class ScoreOperation(Operation[ScoreWork]):
 
     def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
         frames = work.part.frames if work.of_text else []
-        return Tokenize(task, frames, work.part.item_first, work.raw, labels=list(work.label_texts))
+        return Tokenize(task, frames, work.part.item_first, work.raw, labels=list(work.label_texts), chat=work.chat)
+
+
+def _check_chat(message: Score, frames: Sequence[Buffer], of_text: bool) -> None:
+    """Raises WireError for a request of chats that asks for what they cannot have."""
+    if not of_text:
+        raise bad("items", "items: int32; chats are text", "utf8")
+    if (size := len(frames[0])) > MAX_CHAT_BYTES:
+        raise bad("items", f"items: {size} bytes of chats; at most {MAX_CHAT_BYTES}", str(MAX_CHAT_BYTES))
+    if message.truncation == "right":
+        raise bad(
+            "truncation", "truncation: 'right' would cut where the answer of a chat begins; 'left' cuts its beginning", "left"
+        )
+    for field in ("item_first", "raw"):
+        if getattr(message, field):
+            raise bad(field, f"{field}: a chat is one text, without a query; leave it out", "false")
 
 
 def _check_temperature(message: Score) -> None:

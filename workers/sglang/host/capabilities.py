@@ -12,6 +12,7 @@ from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
+from enginepool.workers.sglang.text.chat_rows import has_template
 
 
 async def what_runs(engine: Any) -> Running:
@@ -62,6 +63,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         engine=f"sglang {version}",
         device=settings.device,
         text=tokenizer is not None,
+        features=("chat_template",) if has_template(tokenizer) and not crossing else (),
         max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",

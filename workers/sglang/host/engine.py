@@ -39,6 +39,7 @@ from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
+from enginepool.workers.sglang.text.chat_rows import chat_rows
 from enginepool.workers.sglang.text.joined_rows import joined_rows
 from enginepool.workers.sglang.text.label_ids import label_ids
 from enginepool.workers.sglang.weights.updates import SglangWeights
@@ -185,7 +186,9 @@ class SglangEngine:
             raise EngineError("the model has no tokenizer: send token ids")
 
         def encode() -> TextIds:
-            if capabilities.separator is not None and not task.asked.raw:
+            if task.asked.chat is not None:
+                rows, truncated = chat_rows(tokenizer, [item for _, item in task.pairs], task.asked.chat, task.asked)
+            elif capabilities.separator is not None and not task.asked.raw:
                 config = self._tm.model_config.hf_config
                 rows, truncated = pair_rows(tokenizer, config, task.pairs, task.asked, capabilities.context)
             else:
