@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from enginepool import __version__
+from enginepool.cli.chat import chat
 from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
@@ -42,6 +43,7 @@ app.command("keys")(keys_command)
 app.command()(score)
 app.command()(embed)
 app.command()(generate)
+app.command()(chat)
 app.command()(logprobs)
 app.command()(status)
 app.command()(restart)

@@ -13,6 +13,7 @@ _STATUS: dict[str, HTTPStatus] = {
     "unauthorized": HTTPStatus.UNAUTHORIZED,
     "forbidden": HTTPStatus.FORBIDDEN,
     "unknown_group": HTTPStatus.NOT_FOUND,
+    "version_passed": HTTPStatus.CONFLICT,
     "busy": HTTPStatus.TOO_MANY_REQUESTS,
     "deadline_exceeded": HTTPStatus.GATEWAY_TIMEOUT,
     "closed": HTTPStatus.SERVICE_UNAVAILABLE,

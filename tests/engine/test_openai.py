@@ -6,13 +6,15 @@ are those of a direct computation.
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.forked import PRELOADED
+from enginepool.config import GroupConfig, PoolConfig
+from tests.engine.forked import PRELOADED, ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
@@ -92,3 +94,16 @@ def test_a_tool_that_must_be_called_is_called_as_its_schema_says(answered: dict[
 def test_a_stream_that_is_left_ends_in_the_engine(answered: dict[str, Any]) -> None:
     """Long before its 3,000 tokens: the pool counts a request that was taken back as failed."""
     assert answered["failed"] == 1
+
+
+def test_a_chat_on_the_command_line_is_answered(processes: Processes, models: Models, tmp_path: Path) -> None:
+    group = GroupConfig(model=str(models.causal), engine="sim", operations=["generate"], options={"vocab": 512})
+    config = PoolConfig({"policy": group}, listen=f"ipc://{tmp_path}/pool.sock", state_dir=str(tmp_path / "state"))
+    daemon = ForkedDaemon(processes, config).listening()
+    code = "from enginepool.cli.main import app; app()"
+    (tmp_path / "lines").write_text("Hello\nAnd again\n/quit\n")
+    command = [sys.executable, "-c", code, "chat", "--connect", daemon.address, "--max-tokens", "20", "--temperature", "0"]
+    with (tmp_path / "lines").open() as lines, (tmp_path / "log").open("w") as log:
+        status = processes.keep(ForkedProcess(command, PRELOADED, cwd=tmp_path, stdin=lines, stdout=log, stderr=log)).wait(200)
+    said = (tmp_path / "log").read_text("utf-8")
+    assert status == 0 and len([line for line in said.splitlines() if line.strip()]) >= 2, said

@@ -31,6 +31,8 @@ NOT_RUN_HERE = {
     "make demo": "takes minutes on a new machine; the demo has tests of its own",
     "make test": "it is what runs this test",
     'pip install "enginepool[sglang]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
+    'pip install "enginepool[openai]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
+    'echo "Hello" | enginepool chat --max-tokens 20': "imports SGLang; tests/engine/test_openai.py runs it in less time",
     "pip install enginepool": "needs a package index; test_packaging builds and imports the wheel",
 }
 

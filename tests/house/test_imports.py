@@ -76,7 +76,12 @@ ONLY = {
         "workers/link.py",
     },
     "sglang": {"workers/sglang/host/build.py", *(f"enginepool/http/{name}.py" for name in ("build", "manager", "sequence"))},
-    "openai": {"enginepool/client/blocking.py", "enginepool/client/openai_calls.py", "enginepool/http/clients.py"},
+    "openai": {
+        "enginepool/cli/chat.py",
+        "enginepool/client/blocking.py",
+        "enginepool/client/openai_calls.py",
+        "enginepool/http/clients.py",
+    },
     "httpx": {"enginepool/http/clients.py", "enginepool/http/transport.py"},
 }
 

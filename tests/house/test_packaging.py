@@ -129,6 +129,8 @@ def test_the_base_install_has_no_torch_and_the_extra_brings_sglang(installed: Pa
     base = [line for line in required if "extra ==" not in line]
     assert [line for line in base if line.startswith(("torch", "sglang", "transformers", "ray"))] == []
     assert [line.split(";")[0].strip() for line in required if 'extra == "sglang"' in line] == ["sglang<0.5.24,>=0.5.17"]
+    asked = [line.split(";")[0].strip() for line in required if 'extra == "openai"' in line]
+    assert asked == ["enginepool[sglang]", "jsonschema>=4", "openai>=2"]
 
 
 def test_a_wheel_built_from_the_sdist_holds_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_every_command_has_help_with_examples() -> None:
         "score",
         "embed",
         "generate",
+        "chat",
         "logprobs",
         "status",
         "restart",
