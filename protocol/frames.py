@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from enginepool.protocol.errors import WireError, brief
-from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, Message
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, GenerationProgress, Message, Tokens
 from enginepool.protocol.nesting import TooManyValues, deeper
 
 Buffer = bytes | memoryview
@@ -19,6 +19,10 @@ ITEM_BYTES = {"int32": 4, "uint32": 4, "float32": 4, "utf8": 1}
 
 #: fields, also of structures, whose text is for people alone
 _TEXTS = frozenset({"message", "detail", "reason", "field", "limit", "evidence", "down", "needs_weights"})
+
+#: messages with hundreds of structures in each, none of which holds what is nested further; to write them again costs less than
+#: to look at each value
+_FLAT = frozenset({GenerationProgress, Tokens})
 
 _encoder = msgspec.msgpack.Encoder()
 _AT = re.compile(r" - at `\$\.?(.*)`$")
@@ -69,6 +73,8 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values
         )
     try:
         message = decoder.decode(frame)
+        if type(message) in _FLAT and frame == _encoder.encode(message):
+            return message  # nothing in it was skipped
         # A key that is unknown is looked at here only: it may still be no UTF-8.
         nested = deeper(frame, MAX_NESTING, values)
     except msgspec.ValidationError as error:

@@ -78,6 +78,25 @@ def test_a_request_with_many_labels_is_not_read_value_by_value() -> None:
     assert cost_of(lambda: decode_header(DECODER, header)).steps < 1000
 
 
+def test_tokens_of_many_streams_are_not_read_value_by_value() -> None:
+    decoder = msgspec.msgpack.Decoder(m.FromWorker)
+    steps = [m.Step(0x9191 + i, 0, 0x91, 1) for i in range(1000)]
+    progress = m.GenerationProgress(1, 0, steps, [m.FrameSpec("tokens", "int32", (1000,))])
+    header = msgspec.msgpack.encode(progress)
+    assert cost_of(lambda: decode_header(decoder, header)).steps < 1000
+    for deep in (nested(m.MAX_NESTING), nested(m.MAX_NESTING - 3)):
+        # Behind the fields that a step has, and next to those of the message.
+        longer = msgspec.msgpack.decode(header)
+        longer["steps"][7].append(deep)
+        other = {**msgspec.msgpack.decode(header), "later": deep}
+        for changed in map(msgspec.msgpack.encode, (longer, other)):
+            if depth(msgspec.msgpack.decode(changed)) > m.MAX_NESTING:
+                with pytest.raises(WireError, match="nested"):
+                    decode_header(decoder, changed)
+            else:
+                assert decode_header(decoder, changed) == progress
+
+
 EMPTY = b"\x90"
 MANY = 900_000
 

@@ -1,0 +1,1 @@
+"""Parts of `bench.coordinator_streams`."""
