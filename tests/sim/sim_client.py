@@ -1,6 +1,6 @@
 """A simulated client: the real session, a dealer, and callers who submit, change their minds and wait."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -50,6 +50,8 @@ class SimClient:
         self.gone = False
         self.stalled = False
         self.ids = 0
+        #: told of each final answer, after the oracle
+        self.heard: Callable[[Call, Answer | Fail], None] = lambda _, __: None
         self._calls: dict[int, Call] = {}
         self._commands: dict[int, SimCommand] = {}
         self._held: list[Sequence[Buffer]] = []
@@ -148,6 +150,7 @@ class SimClient:
                 call = self._calls.get(effect.id)
                 if call is not None:
                     self.oracle.finished(self.world.now, call, effect)
+                    self.heard(call, effect)
                 elif effect.id in self._commands:
                     self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
             elif type(effect) is OpenLink:

@@ -68,7 +68,7 @@ class SimGenerator:
         #: every task that it was ever given
         self._seen: set[TaskId] = set()
         self._steps = False
-        self._cache = SimPrefixCache(1 << 12)
+        self._cache = SimPrefixCache(1 << 12, 4)
 
     def run(self, run: RunGeneration) -> None:
         """Take a task. It must fit, together with all that is inside."""
@@ -86,6 +86,7 @@ class SimGenerator:
         if message.at:
             assert len(task.sequences) == 1, f"{who}: several sequences go on after the same tokens"
             engine.oracle.stream("resumed")
+        engine.oracle.ran[uid_of(task.prompt)] = engine
         self._running[task.id] = engine.inside[task.id] = task
         engine.check_room(who)
         if not self._steps:
@@ -129,12 +130,12 @@ class SimGenerator:
                 sequence = min(task.sequences)
                 out.add(task, Step(task.id[1], sequence, task.at[sequence], 0, "error", "refused"), (), ())
                 task.sequences.clear()
-            for i in list(task.sequences):
-                self._next(out, task, i, weights)
             if not task.begun and task not in failed:
                 task.begun = True
                 out.cached.append((task.id[1], self._cache.found(task.prompt, weights)))
                 self._cache.add(task.prompt, weights)
+            for i in list(task.sequences):
+                self._next(out, task, i, weights)
         if fault == "wrong_rows" and out.steps:
             first = out.steps[0]
             out.steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)

@@ -6,6 +6,7 @@ A failure is raised as `Failed`, which says how to replay it and shows what happ
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from random import Random
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.weights import Phase, Published, Restore
 from tests.sim.cluster import Cluster
+from tests.sim.conversations import Conversations, short_blocks
 from tests.sim.faults import Faults
 from tests.sim.generating import generate_instead
 from tests.sim.network import Network
@@ -105,6 +107,14 @@ class Simulation:
         self._set_back = 0
         self.faults = Faults(self)
         self._healed = False
+        #: where callers go on after an answer
+        self.conversations: Conversations | None = None
+
+    def talk(self, random: Random) -> None:
+        """Let callers go on after an answer."""
+        self.conversations = talk = Conversations(self, random)
+        for client in self.clients:
+            client.heard = lambda call, effect: talk.answered(call, effect, go_on=not self._healed)
 
     def new_coordinator(self) -> SimCoordinator:
         coordinator = SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
@@ -179,10 +189,12 @@ class Simulation:
         if plan.drain_early:
             self._drain()
         else:
-            self._settle()
+            self.settle()
             if self.publishers:
                 self._publish_again()
             self._become_quiet()
+            if self.conversations is not None:
+                self.conversations.hold()
             self._drain()
         events = self.events + self.coordinator.watch.events
         halvings = sum(group.halvings for group in self.coordinator.machine.core.groups.values())
@@ -223,7 +235,7 @@ class Simulation:
             self.oracle.commands.open.append(command)
             self.world.at(command.at, self.clients[command.client].command, command)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Every call, and every command, has its answer."""
         world = self.world
         end, left = world.now + PATIENCE_S, self._open()
@@ -262,7 +274,7 @@ class Simulation:
                 if offer.outcome == "published":
                     break
                 world.run_until(world.now + 1.0)
-        self._settle()
+        self.settle()
         for publisher in (*self.publishers, last):
             publisher.leave()
 
@@ -352,6 +364,7 @@ def simulate(
     embedding: bool = False,
     commanding: bool = False,
     generating: bool = False,
+    talking: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -360,7 +373,8 @@ def simulate(
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
     with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
-    with `generating`, plain workers generate as well, and most calls ask for that.
+    with `generating`, plain workers generate as well, and most calls ask for that; with `talking` too, callers go on after
+    what was generated.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -368,15 +382,19 @@ def simulate(
     options = {
         "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
         "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
-        "commanding": commanding, "generating": generating,
+        "commanding": commanding, "generating": generating, "talking": talking,
     }  # fmt: skip
     world = World(seed, say)
     # Each option draws from a source of its own, so that a seed means the same with and without the others.
     sources = [Random(seed + place) if on else None for place, on in enumerate(options.values())]
+    *sources, talks = sources
     plan = Plan(world.random, workers, *sources)
     simulation = Simulation(world, plan)
+    if talks is not None:
+        simulation.talk(talks)
     try:
-        return simulation.run()
+        with short_blocks() if talking else nullcontext():
+            return simulation.run()
     except Exception as error:
         recent = "\n".join(line(*entry) for entry in simulation.world.recent)
         chosen = "".join(f" --{name}" for name, on in options.items() if on)

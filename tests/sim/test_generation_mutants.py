@@ -6,17 +6,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from enginepool.coordinator.core.events import TokensGenerated
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
 from enginepool.coordinator.core.request import RunningBatch
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.fleet import reports
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations
-from enginepool.coordinator.scheduling import batches
+from enginepool.coordinator.scheduling import batches, generation_slots
 from enginepool.coordinator.weights import outcomes
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, StartGeneration
 from enginepool.workers.events import SendToCoordinator, StepsDone, WorkerEffect
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
+from tests.sim.conversations import BLOCK
 from tests.sim.planted import Mutate, find
 from tests.sim.simulation import simulate
 
@@ -170,3 +174,42 @@ def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_in_generations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=seed % 2 == 0, generating=True))
+
+
+# --- conversations -------------------------------------------------------------------------------------------------------
+
+
+def prefixes_are_known_by_their_prompts_alone(patch: pytest.MonkeyPatch) -> None:
+    def remember(request: Any, place: int, worker: Worker) -> None:
+        """Nothing."""
+
+    patch.setattr(generations, "remember", remember)
+
+
+def blocks_are_told_apart_by_their_place_alone(patch: pytest.MonkeyPatch) -> None:
+    def blocks_of(tokens: bytes, known: Sequence[int] = ()) -> list[int]:
+        return list(range(len(tokens) // 4 // BLOCK))
+
+    patch.setattr(generation_slots, "blocks_of", blocks_of)
+
+
+def at_most_one_token_counts_as_cached(patch: pytest.MonkeyPatch) -> None:
+    real = reports.count_cached
+
+    def count_cached(worker: Worker, e: TokensGenerated) -> str:
+        return real(worker, replace(e, cached=[(task, min(tokens, 1)) for task, tokens in e.cached]))
+
+    patch.setattr(reports, "count_cached", count_cached)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        prefixes_are_known_by_their_prompts_alone,
+        blocks_are_told_apart_by_their_place_alone,
+        at_most_one_token_counts_as_cached,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_planted_bug_in_prefix_affinity_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, generating=True, talking=True))

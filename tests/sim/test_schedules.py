@@ -124,6 +124,14 @@ def test_generations_go_on_with_every_token_once_whatever_fails(chunk: int) -> N
     assert chunk <= 2 or seen["several versions"], seen
 
 
+def test_the_turns_of_conversations_are_right_and_go_where_their_history_is() -> None:
+    """Turns follow answers while things fail; in the quiet afterwards each one finds its history at its engine."""
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST, FIRST + SEEDS):
+        seen.update(simulate(seed, 1 + seed % 8, updates=seed % 2 == 0, generating=True, talking=True).streams)
+    assert seen["next turn"] > SEEDS and seen["found its history"] > 2 * SEEDS, seen
+
+
 @pytest.mark.parametrize("chunk", range(3))
 def test_a_command_has_one_final_answer_with_one_outcome_for_each_worker(chunk: int) -> None:
     seen: Counter[str] = Counter()

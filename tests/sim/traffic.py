@@ -110,9 +110,14 @@ def uid_of(prompt: bytes) -> int:
     return (high - _DIGIT) * _BASE + low - _DIGIT
 
 
+def mark_of(uid: int) -> list[int]:
+    """The first tokens of the rows of a call."""
+    return [_DIGIT + uid // _BASE, _DIGIT + uid % _BASE]
+
+
 def make_call(random: Random, call: Call, group: str, can: Capabilities, mix: Mix, named: bool) -> Call:
     """Fill in `call`, a request to `group`."""
-    mark = [_DIGIT + call.uid // _BASE, _DIGIT + call.uid % _BASE]
+    mark = mark_of(call.uid)
     rows = random.randint(1, 6)
     if random.random() < mix.large:
         rows = random.randint(6, 40)

@@ -14,10 +14,12 @@ class SimPrefixCache:
 
     Args:
         tokens: how many it holds at most.
+        block: tokens of a block.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self._most = tokens // BLOCK
+    def __init__(self, tokens: int, block: int = BLOCK) -> None:
+        self._block = block
+        self._most = tokens // block
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._weights: Weights | None = None
 
@@ -27,17 +29,17 @@ class SimPrefixCache:
             self._weights = weights
             self.clear()
         count = 0
-        for block in _blocks(tokens):
+        for block in _blocks(tokens, self._block):
             if block not in self._blocks:
                 break
-            count += BLOCK
+            count += self._block
         return max(0, min(count, len(tokens) // 4 - 1))
 
     def add(self, tokens: bytes, weights: Weights) -> None:
         """These tokens were computed by `weights`."""
         if weights != self._weights:
             return  # the engine has others now
-        for block in _blocks(tokens):
+        for block in _blocks(tokens, self._block):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:
@@ -48,9 +50,9 @@ class SimPrefixCache:
         self._blocks.clear()
 
 
-def _blocks(tokens: bytes) -> Iterator[int]:
+def _blocks(tokens: bytes, size: int) -> Iterator[int]:
     """A number for each whole block, which tells it and all blocks before it from others."""
-    last, step = 0, 4 * BLOCK
+    last, step = 0, 4 * size
     for end in range(step, len(tokens) + 1, step):
         last = hash((last, tokens[end - step : end]))
         yield last
