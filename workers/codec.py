@@ -23,8 +23,10 @@ from enginepool.protocol.messages import (
     Tokenized,
 )
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
-from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart, TextIds, TextTask
+from enginepool.protocol.row_labels import check_row_labels, has_row_labels
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart
 from enginepool.workers.events import Frame
+from enginepool.workers.texts import TextIds, TextTask
 
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
 _COPY_BELOW = 1 << 16
@@ -78,13 +80,20 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> RowBatch:
 
 
 def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> RowPart:
-    query, query_lengths, items, lengths = _read(f"parts[{i}]", part.frames, frames, text=False)
+    labels, specs = None, part.frames
+    if has_row_labels(specs) and len(specs) == len(frames):
+        rows = frames[-2]
+        check_row_labels(specs[-1], frames[-1], len(rows) // 4)
+        labels = np.frombuffer(frames[-1], np.int32).reshape(specs[-1].shape)
+        specs, frames = specs[:-1], frames[:-1]
+    query, query_lengths, items, lengths = _read(f"parts[{i}]", specs, frames, text=False)
     return RowPart(
         np.frombuffer(query, np.int32),
         np.frombuffer(items, np.int32),
         np.frombuffer(lengths, np.uint32),
         None if query_lengths is None else np.frombuffer(query_lengths, np.uint32),
         part,
+        labels,
     )
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
-from enginepool.protocol.messages import Capabilities, Part, Sampling, Tokenize
+from enginepool.protocol.messages import Capabilities, Part, Sampling
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
+from enginepool.workers.texts import TextIds, TextTask
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
@@ -58,6 +59,7 @@ class RowPart:
     query: int32, one query for all rows when `query_lengths` is None, else the concatenation of one query for each row.
     items: int32, the concatenation of all items; item_lengths: uint32 [rows].
     asked: what the operation is to do with the rows, as the coordinator says it.
+    labels: int32 [rows, labels], where each row has its own.
     """
 
     query: Ids
@@ -65,6 +67,7 @@ class RowPart:
     item_lengths: Lengths
     query_lengths: Lengths | None = None
     asked: Part = field(default_factory=lambda: Part([]))
+    labels: Ids | None = None
 
     @property
     def tokens(self) -> int:
@@ -118,24 +121,6 @@ class RowBatch:
     priority: int = 0
     hidden: bool = False
     operation: str = "score"
-
-
-@dataclass(frozen=True, slots=True)
-class TextTask:
-    """Texts of one request. pairs: the two texts of each row, in the order in which they are joined.
-    asked: what the operation is to do with them, as the coordinator says it; it has no frames that matter."""
-
-    pairs: list[tuple[str, str]]
-    asked: Tokenize
-
-
-@dataclass(frozen=True, slots=True)
-class TextIds:
-    """Token ids of each row of a `TextTask`; how many rows were truncated; the token of each label."""
-
-    rows: list[list[int]]
-    truncated: int = 0
-    labels: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)

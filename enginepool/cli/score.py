@@ -23,7 +23,7 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     messages: list[list[dict[str, str]]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    label_token_ids: list[int] | None = None
+    label_token_ids: list[int | list[int]] | None = None
     labels: list[str] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
@@ -104,7 +104,7 @@ def score(
 
     ids, texts = _token_ids(label_token_ids), labels.split(",") if labels else None
     with options_named():
-        check_softmax(softmax, check_labels(ids) or check_label_texts(texts, ids))
+        check_softmax(softmax, len(check_labels(ids) or check_label_texts(texts, ids)))
         check_temperature(temperature, softmax=True)
     settings: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
     settings |= {"labels": texts, "temperature": temperature, "truncation": truncation and truncation.value}

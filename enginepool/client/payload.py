@@ -248,6 +248,29 @@ def check_labels(labels: Any, most: int = MAX_LABELS) -> list[int]:
     return found.tolist()
 
 
+def encode_row_labels(labels: Any, rows: int) -> Payload | None:
+    """Labels of each row as a further frame, where `label_token_ids` is a list for each of so many rows; else None."""
+    name = "label_token_ids"
+    nested = getattr(labels, "ndim", 1) == 2
+    if not nested and isinstance(labels, list | tuple):
+        first = next(iter(cast("Sequence[object]", labels)), None)
+        nested = isinstance(first, list | tuple | np.ndarray)
+    if not nested:
+        return None
+    own = [_ids(name, row, i) for i, row in enumerate(labels)]
+    if len(own) != rows:
+        raise bad(name, f"{name}: {len(own)} lists; {rows}, one for each item", str(rows))
+    for i, row in enumerate(own):
+        if len(row) != len(own[0]):
+            at = f"{name}[{i}]"
+            raise bad(at, f"{at}: {len(row)} ids; {len(own[0])}, as many as the first item has", str(len(own[0])))
+    if not 0 < len(own[0]) <= MAX_LABELS:
+        raise bad(name, f"{name}: {len(own[0])} ids for each item; 1 to {MAX_LABELS}", str(MAX_LABELS))
+    flat = np.concatenate(own)
+    _no_negative(name, flat, _lengths(own))
+    return [FrameSpec("labels", "int32", (rows, len(own[0])))], (_buffer(flat),)
+
+
 def check_label_texts(labels: Any, ids: Any = None) -> list[str]:
     """`labels` as the wire wants it; None is none. `ids`: what `label_token_ids` is."""
     if labels is None:
@@ -270,9 +293,9 @@ def check_label_texts(labels: Any, ids: Any = None) -> list[str]:
     return cast("list[str]", [*found])
 
 
-def check_softmax(softmax: bool, labels: Sequence[int] | Sequence[str]) -> None:
-    """Refuse `apply_softmax` where its outcome is known."""
-    if softmax and len(labels) == 1:
+def check_softmax(softmax: bool, labels: int) -> None:
+    """Refuse `apply_softmax` over so many labels where its outcome is known."""
+    if softmax and labels == 1:
         raise bad("apply_softmax", "apply_softmax: over one label it is always 1.0; name more labels, or leave it out", "2")
 
 

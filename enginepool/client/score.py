@@ -13,6 +13,7 @@ from enginepool.client.payload import (
     check_softmax,
     check_temperature,
     encode_pairs,
+    encode_row_labels,
     encode_shared,
 )
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
@@ -36,7 +37,7 @@ _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
 class ScoreOptions(TruncatedOptions, total=False):
     """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
 
-    label_token_ids: Ids | None
+    label_token_ids: Ids | Sequence[Ids] | None
     labels: Sequence[str] | None
     apply_softmax: bool
     item_first: bool
@@ -105,7 +106,7 @@ class ScoreCalls(RowCalls):
                 own chat template makes a text. At most 4 MiB as JSON and 16,384 messages in all.
             add_generation_prompt: the text of a chat ends where the model's answer would begin. Default: True.
             chat_template_kwargs: further names of the template, such as {"enable_thinking": False}. Default: None.
-            label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
+            label_token_ids: the tokens to score; CausalLM only, at most 4096. A list for each item: as many of each.
             labels: the same tokens by their texts, such as ["yes", "no"]: one token each, or the error names its tokens.
             apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
             temperature: `apply_softmax` divides logits by it, 0.001 to 1000. Default: 1.0.
@@ -153,10 +154,13 @@ class ScoreCalls(RowCalls):
 
     async def _score(self, payload: Payload, names: Mapping[str, str], options: ScoreOptions) -> ScoreResult:
         specs, frames = payload
+        labels = options.get("label_token_ids")
+        if (own := encode_row_labels(labels, specs[-1].shape[0])) is not None:
+            specs, frames, labels = [*specs, *own[0]], (*frames, *own[1]), None
         score = Score(
             id=0,
             frames=specs,
-            labels=check_labels(options.get("label_token_ids")),
+            labels=check_labels(labels),
             label_texts=check_label_texts(options.get("labels"), options.get("label_token_ids")),
             softmax=flag(options, "apply_softmax"),
             item_first=flag(options, "item_first"),
@@ -167,7 +171,7 @@ class ScoreCalls(RowCalls):
         )
         if names is _CHAT_NAMES:
             score.chat = check_template(options.get("add_generation_prompt", True), options.get("chat_template_kwargs"))
-        check_softmax(score.softmax, score.labels or score.label_texts)
+        check_softmax(score.softmax, score.columns(()))
         return _read(*await self._submit(score, frames, names, options))
 
 

@@ -19,13 +19,14 @@ _LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL_TEXT
 
 
 class Score(Message, tag="score"):
-    """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`.
+    """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`, (`labels`).
 
     Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
     `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one. `temperature`: what `softmax`
     divides the logits by. `truncation`: of items; the query is kept.
     `label_texts`: in place of `labels`, texts that are one token each. `chat`: items are chats (`chat.py`); there is no query.
+    The frame `labels` int32 [items, labels] has labels of each row, in place of those of the header.
     Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
@@ -57,6 +58,8 @@ class Score(Message, tag="score"):
 
     def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""
+        if self.frames[-1].name == "labels":
+            return self.frames[-1].shape[1]
         return len(self.labels) or len(self.label_texts)
 
 

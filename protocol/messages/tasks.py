@@ -70,7 +70,8 @@ class Tokenized(Message, tag="tokenized"):
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
     """Rows of one request inside a batch; `frames` are the next frames of the message, as in the request, ids only.
 
-    `operation`: what to do with the rows, the same in all parts of a batch; the other fields are those of its request.
+    The last one may be `labels`, as in `score`. `operation`: what to do with the rows, the same in all parts of a batch; the
+    other fields are those of its request.
     """
 
     frames: list[FrameSpec]

@@ -192,11 +192,13 @@ class Pool:
             if error:
                 outcomes.append(ev.Outcome([], [], "engine_error", error))
                 continue
+            columns = len(part.labels) or 2
+            if part.frames[-1].name == "labels":
+                columns, frames = part.frames[-1].shape[1], frames[:-1]
             items = np.frombuffer(frames[-2], np.int32)
             lengths = np.frombuffer(frames[-1], np.uint32)
             starts = np.cumsum(lengths) - lengths
             scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
-            columns = len(part.labels) or 2
             scores = np.pad(scores, ((0, 0), (0, max(columns - 2, 0))))[:, :columns]
             specs, out = [FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]
             if part.hidden:

@@ -27,8 +27,6 @@ from enginepool.workers.engine import (
     Outputs,
     RowBatch,
     RowPart,
-    TextIds,
-    TextTask,
     ran_out_of_memory,
 )
 from enginepool.workers.engine_settings import EngineSettings
@@ -36,6 +34,7 @@ from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.scores import expected_scores, score_part
+from enginepool.workers.texts import TextIds, TextTask
 
 IDS = st.lists(st.integers(0, 151_935), max_size=8)
 

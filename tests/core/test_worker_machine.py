@@ -30,7 +30,6 @@ from enginepool.protocol.messages import (
     Tokenized,
 )
 from enginepool.workers.codec import encode_ids, failed
-from enginepool.workers.engine import TextIds
 from enginepool.workers.events import (
     Connected,
     Disconnected,
@@ -53,6 +52,7 @@ from enginepool.workers.events import (
 )
 from enginepool.workers.ledger import KEPT_ANSWERS, KEPT_BYTES
 from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.texts import TextIds
 
 CAPABILITIES = Capabilities("causal", 1000, 100, 64, 8, 128, 16)
 IDS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]

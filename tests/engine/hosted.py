@@ -15,18 +15,10 @@ import psutil
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Tokenize
-from enginepool.workers.engine import (
-    BatchOutcome,
-    EngineDied,
-    EngineError,
-    GenerationTask,
-    NewTokens,
-    RowBatch,
-    TextIds,
-    TextTask,
-)
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
+from enginepool.workers.texts import TextIds, TextTask
 from tests.engine import forked as forks
 from tests.process import forking
 

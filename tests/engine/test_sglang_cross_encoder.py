@@ -14,11 +14,12 @@ import pytest
 
 from enginepool.protocol.messages import Part, Tokenize
 from enginepool.workers import cpu_bridge
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextTask
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.operations.score import head_scores
 from enginepool.workers.sglang.score.cross_encoder import activation_of
 from enginepool.workers.sglang.score.token_types import send_token_types, types_of
+from enginepool.workers.texts import TextTask
 from tests.engine.hosted import HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -1,5 +1,6 @@
 """What the real engine answers: every number equals a direct computation, and every batch is one forward."""
 
+import dataclasses
 import json
 import random
 import re
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Capabilities, ChatTemplate, Part, Tokenize
-from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart, TextIds, TextTask
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
+from enginepool.workers.texts import TextIds, TextTask
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Reference
 
@@ -113,6 +115,21 @@ def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngi
                 hidden_rows += len(prompts)
     assert rows > 400
     assert hidden_rows > 100
+
+
+@pytest.mark.every_version
+def test_rows_with_labels_of_their_own_share_a_forward_with_others(causal: HostedEngine, reference: Reference) -> None:
+    pairs = [([5, 6], [7]), ([5, 6], [8, 9]), ([5, 6], [10])]
+    own = np.array([[1, 2, 3], [400, 2, 400], [9, 8, 7]], np.int32)
+    for softmax in (False, True):
+        part = dataclasses.replace(part_of(pairs, shared=True, softmax=softmax), labels=own)
+        [outcome] = whole(causal.score(RowBatch((part_of(pairs, shared=True, labels=(3, 4)), part))))
+        answer = outcome.parts[1]
+        assert isinstance(answer, dict)
+        rows = zip(part.prompts(), own.tolist(), strict=True)
+        assert_close(answer["scores"], [reference.label_scores(row, labels, softmax) for row, labels in rows])
+    [outcome] = causal.score(RowBatch((dataclasses.replace(part_of(pairs, shared=True), labels=own + 500),)))
+    assert isinstance(outcome, BatchOutcome) and "a label is outside 0..511" in str(outcome.parts[0])
 
 
 def test_softmax_divides_logits_by_the_temperature(causal: HostedEngine, reward: HostedEngine, reference: Reference) -> None:

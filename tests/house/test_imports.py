@@ -24,9 +24,9 @@ PURE_FOLDERS = (
     "enginepool/client/session/",
 )
 #: Pure files elsewhere.
+_PURE_OF_WORKERS = ("machine", "engine", "events", "draining", "ledger", "silence", "texts")
 PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
-    f"workers/{name}.py"
-    for name in ("machine", "engine", "events", "draining", "ledger", "silence", "weights/machine", "weights/worker_update")
+    f"workers/{name}.py" for name in (*_PURE_OF_WORKERS, "weights/machine", "weights/worker_update")
 }
 
 #: What would let time, chance, other threads or the outside world into a decision.

@@ -46,6 +46,9 @@ def test_a_pool_scores_chats_texts_and_ids_by_labels_that_are_texts(processes: P
                 cut: Any = await pool.score(query, [item], labels=["y"], truncation="right")  # type: ignore[list-item]
                 np.testing.assert_allclose(cut.scores, scores("q", ["x" * (CONTEXT - 1)], "y"), rtol=1e-6)
                 assert cut.truncated == 1
+            own = await pool.score(ids("q"), [ids("a"), ids("b")], label_token_ids=[ids("yn"), ids("ny")])
+            rows = [scores("q", ["a"], "yn")[0], scores("q", ["b"], "ny")[0]]
+            np.testing.assert_allclose(own.scores, rows, rtol=1e-6)
             refusals: list[tuple[dict[str, Any], str]] = [
                 ({"messages": CHATS[:1], "labels": ["y", "no"]}, "labels[1]"),
                 ({"messages": CHATS, "labels": ["y"]}, "items[1]"),
@@ -60,6 +63,7 @@ def test_a_pool_scores_chats_texts_and_ids_by_labels_that_are_texts(processes: P
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"messages": CHATS[:1]}, {"messages": CHATS[:1], "add_generation_prompt": False}, {"query": "q", "items": ["a"]}]
+    lines.append({"query": "q", "items": ["a"], "label_token_ids": [ids("ny")]})
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, _, err = call("score", source, target, "--connect", daemon.address, "--labels", "y,n", "--truncation", "left")
     assert code == 0, err
@@ -67,3 +71,4 @@ def test_a_pool_scores_chats_texts_and_ids_by_labels_that_are_texts(processes: P
     prompts = [("", RENDERED[0]), ("", RENDERED[0].removesuffix("assistant: ")), ("q", "a")]
     for line, (query, item) in enumerate(prompts, 1):
         np.testing.assert_allclose(found[line]["scores"], scores(query, [item], "yn"), rtol=1e-6)
+    np.testing.assert_allclose(found[4]["scores"], scores("q", ["a"], "ny"), rtol=1e-6)

@@ -436,6 +436,10 @@ def _content() -> list[Invalid]:
     not_utf8: list[str | list[Piece]] = ["ff", "6162", "02000000"]
     split = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [2]]]
     whole = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [1]]]
+
+    def own(shape: tuple[int, ...], *labels: int) -> Array:
+        return Array("labels", "int32", shape, labels)
+
     words = (text("query", "ab"), text("items", "c"), lengths("item_lengths", 1))
     return [
         _score("id-negative", "ids begin at 0", bad, "id", stage=c, id=-1),
@@ -444,6 +448,13 @@ def _content() -> list[Invalid]:
         _score("priority-too-high", "1001", bad, "priority", stage=c, priority=1001),
         _score("priority-too-low", "-1001", bad, "priority", stage=c, priority=-1001),
         _score("softmax-of-one", "over one label it is always 1", bad, "softmax", stage=c, labels=[5], softmax=True),
+        _score(
+            "row-labels-and-labels", "one of the two", bad, "labels", stage=c, arrays=(*SHARED, own((2, 1), 5, 6)), labels=[5]
+        ),
+        _score("row-labels-of-one", "two rows", "malformed", "labels", stage=c, arrays=(*SHARED, own((1, 2), 5, 6)), labels=[]),
+        _score("row-labels-flat", "two sides", "malformed", "labels", stage=c, arrays=(*SHARED, own((2,), 5, 6)), labels=[]),
+        _score("row-labels-none", "at least one", bad, "labels", stage=c, arrays=(*SHARED, own((2, 0))), labels=[]),
+        _score("row-labels-negative", "no token id", bad, "labels", stage=c, arrays=(*SHARED, own((2, 1), 5, -6)), labels=[]),
         _score("chat-of-ids", "chats are text", bad, "items", stage=c, arrays=SHARED[1:], chat={}),
         _score("chat-item-first", "a chat is one text", bad, "item_first", stage=c, arrays=words[1:], item_first=True, chat={}),
         _score(

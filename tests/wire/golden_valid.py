@@ -57,6 +57,7 @@ _SCORE: dict[str, Any] = {
 _EMBED: dict[str, Any] = {"type": "embed", "id": 1, "frames": _specs(ITEMS, ITEM_LENGTHS)}
 _LOGPROBS: dict[str, Any] = {"type": "logprobs", "id": 1, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)}
 _PAIRS = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ITEMS, ITEM_LENGTHS)
+_ROW_LABELS = Array("labels", "int32", (2, 2), (5, 6, 7, 5))
 _CHATS = (
     text("items", '[{"role":"user","content":"Grüße"}][{"role":"system","content":""},{"role":"user","content":"b"}]'),
     lengths("item_lengths", 36, 63),
@@ -113,6 +114,7 @@ def _from_client() -> list[Valid]:
             lengths("item_lengths", 1, 2),
             after={"labels": [5]},
         ),
+        _score("score-row-labels", "each row has labels of its own", QUERY, ITEMS, ITEM_LENGTHS, _ROW_LABELS, after={}),
         _score(
             "score-label-texts",
             "labels by their texts; the rows are ids all the same",
@@ -910,6 +912,13 @@ def _to_worker() -> list[Valid]:
                 "priority": -3,
             },
             (*one, *two, *pairs),
+        ),
+        Valid(
+            "batch-row-labels",
+            way,
+            "rows with labels of their own",
+            {"type": "batch", "batch": [EPOCH, 14], "parts": [{"frames": _specs(*one, _ROW_LABELS), "logprobs": True}]},
+            (*one, _ROW_LABELS),
         ),
         Valid(
             "batch-temperature",

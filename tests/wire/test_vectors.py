@@ -135,7 +135,7 @@ def test_a_valid_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
     assert payload == [payload_of(array) for array in arrays]
     if isinstance(message, Score | Embed | Logprobs):
         work = OPERATIONS[type(message)].open(message, payload)
-        assert (work.rows, work.group) == (len(payload[-1]) // 4, message.group)
+        assert (work.rows, work.group) == (specs[-1].shape[0], message.group)
 
 
 @each_valid

@@ -16,17 +16,7 @@ import msgspec
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import (
-    BatchOutcome,
-    Emit,
-    EngineDied,
-    EngineError,
-    GenerationTask,
-    Report,
-    RowBatch,
-    TextIds,
-    TextTask,
-)
+from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineError, GenerationTask, Report, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
@@ -38,6 +28,7 @@ from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
 from enginepool.workers.sim.text import BYTE_OFFSET, text_ids
 from enginepool.workers.sim.weights import SimWeights
+from enginepool.workers.texts import TextIds, TextTask
 
 #: tokens of the rows by which its pace is measured
 PACE_LENGTH = 64

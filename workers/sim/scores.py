@@ -65,7 +65,11 @@ def score_part(part: RowPart, weights: Weights, *, classes: int = 0, hidden: int
     """
     asked = part.asked
     crcs, salt = hashes_of(part), salt_of(weights)
-    scores = uniform(crcs, range(classes) if classes else tuple(asked.labels), salt)
+    if part.labels is None or classes:
+        scores = uniform(crcs, range(classes) if classes else tuple(asked.labels), salt)
+    else:
+        own: list[list[int]] = part.labels.tolist()
+        scores = np.concatenate([uniform(crcs[i : i + 1], tuple(labels), salt) for i, labels in enumerate(own)])
     if asked.softmax or asked.logprobs:
         wide = scores.astype(np.float64)
         if asked.softmax:
@@ -92,6 +96,7 @@ def expected_scores(
     digest: str = "",
     logprobs: bool = False,
     temperature: float = 1.0,
+    row_labels: Sequence[Sequence[int]] | None = None,
 ) -> Outputs:
     """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
     lengths = np.array([len(item) for item in items], np.uint32)
@@ -104,7 +109,8 @@ def expected_scores(
         head, paired = np.array(query, np.int32), None
     asked = Part([], list(labels), softmax, item_first, logprobs, temperature=temperature)
     weights = Weights(seed, version, digest)
-    return score_part(RowPart(head, flat, lengths, paired, asked), weights, classes=classes, hidden=hidden)
+    own = None if row_labels is None else np.array(row_labels, np.int32)
+    return score_part(RowPart(head, flat, lengths, paired, asked, own), weights, classes=classes, hidden=hidden)
 
 
 def salt_of(weights: Weights) -> int:

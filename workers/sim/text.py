@@ -2,8 +2,8 @@
 
 from enginepool.protocol.chat import read_chats
 from enginepool.protocol.errors import WireError
-from enginepool.workers.engine import TextIds, TextTask
 from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
+from enginepool.workers.texts import TextIds, TextTask
 
 #: token id of the byte 0; ids below are special
 BYTE_OFFSET = 3

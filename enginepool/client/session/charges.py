@@ -8,6 +8,7 @@ from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES,
 from enginepool.protocol.chat import MAX_TEMPLATE_TOKENS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Generate, RowRequest, Score
+from enginepool.protocol.row_labels import has_row_labels
 
 #: Frame 0 of a request has at most this many bytes, plus 5 for each label and 4 for each character of the group.
 _HEADER_BYTES = 512
@@ -31,6 +32,8 @@ def charge_of(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
         # Its tokens are kept twice for a moment: as they came, and in the answer.
         return payload + 2 * (RESULT_BYTES + sequences * (SEQUENCE_BYTES + ELEMENT_BYTES * request.columns))
     rows = request.frames[-1].shape[0]
+    if has_row_labels(request.frames):
+        frames = frames[:-1]
     text = 0
     if request.frames[0].dtype == "utf8":
         query = 0 if len(frames) == 2 else len(frames[0]) * (rows if len(frames) == 3 else 1)

@@ -33,7 +33,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     `part` has the operation's own fields; it and `frames` are forwarded as they are. `digest` tells equal contents from others
     within this process. `shared`: the length of a query that all rows begin with and that can be computed once; 0: there is
     none. `values`: how many numbers `part` holds besides its frames. `charge`: what `memory.charge` says, where that is known
-    before any worker is ready. `truncation`: of rows that are too long; `truncated`: how many were cut.
+    before any worker is ready. `truncation`: of rows that are too long; `truncated`: how many were cut. `row_labels`: a
+    further frame of the parts of this work, with as many elements for each row.
     """
 
     operation: "Operation[Any]"
@@ -53,6 +54,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     charge: tuple[int, int] | None = None
     truncation: Truncation = ""
     truncated: int = 0
+    row_labels: Buffer = b""
 
     @property
     def of_text(self) -> bool:

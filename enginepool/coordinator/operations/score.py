@@ -16,6 +16,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
 from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
+from enginepool.protocol.row_labels import check_row_labels, has_row_labels
 
 _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
 
@@ -38,30 +39,27 @@ class ScoreOperation(Operation[ScoreWork]):
 
     def open(self, message: Score, frames: Sequence[Buffer]) -> ScoreWork:
         labels = message.labels
-        max_label = -1
-        if labels:
-            max_label = max(labels)
-            if min(labels) < 0 or max_label >= MAX_TOKENS:
-                at = next(i for i, label in enumerate(labels) if not 0 <= label < MAX_TOKENS)
-                most = str(MAX_TOKENS - 1)
-                raise bad("labels", f"labels[{at}]: {labels[at]}; a token id is 0 to {most}", most)
-            if message.label_texts:
-                raise bad("label_texts", "label_texts: the request has labels, too; name either ids or texts", "0")
-        columns = len(labels) or len(message.label_texts)
-        if message.softmax and columns == 1:
-            text = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
-            raise bad("softmax", text, "2")
+        max_label = _check_labels(message) if labels else -1
         _check_temperature(message)
         specs = message.frames
+        row_labels: Buffer = b""
+        if has_row_labels(specs) and len(specs) == len(frames):
+            specs, frames, row_labels = specs[:-1], frames[:-1], frames[-1]
         chat = message.chat
         layouts = (SHARED, PAIRED) if chat is None else (ITEMS,)
         rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, layouts, "a score request")
         if chat is not None:
             _check_chat(message, frames, text)
             tokens += MAX_TEMPLATE_TOKENS * rows
+        if len(specs) < len(message.frames):
+            max_label = _check_row_labels(message, row_labels, rows)
+        columns = len(labels) or message.columns(frames)
+        if message.softmax and columns == 1:
+            wrong = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
+            raise bad("softmax", wrong, "2")
         if message.item_first:
             shared = 0
-        nbytes = sum(map(len, frames))
+        nbytes = sum(map(len, frames)) + len(row_labels)
         hidden = message.hidden
         temperature = message.temperature
         part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden, temperature=temperature)
@@ -70,14 +68,15 @@ class ScoreOperation(Operation[ScoreWork]):
             temperature, message.truncation, *message.label_texts,
             None if chat is None else msgspec.msgpack.encode(chat),
         )  # fmt: skip
-        digest = hash((*shape, message.min_version, message.version, len(specs), *frames))
+        digest = hash((*shape, message.min_version, message.version, len(specs), *frames, row_labels))
         label_texts = tuple(message.label_texts)
-        values = columns if chat is None and not label_texts else message.values
+        values = len(labels) if chat is None and not label_texts else message.values
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text or label_texts != (),
             nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, columns=columns,
             max_label=max_label, raw=message.raw or chat is not None, label_texts=label_texts, chat=chat,
+            row_labels=row_labels,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
@@ -112,6 +111,7 @@ class ScoreOperation(Operation[ScoreWork]):
         """A row has a sequence of its own at worst: two delimiters."""
         return (
             work.shared > 0
+            and not work.row_labels
             and work.longest - work.shared <= can.max_item
             and work.longest + 2 <= longest_row(can)
             and (can.hidden > 0 or not work.part.hidden)
@@ -123,6 +123,8 @@ class ScoreOperation(Operation[ScoreWork]):
             return bad("query", f"query: text is for plain workers, and {only}", "")
         if work.part.hidden and not can.hidden:
             return bad("hidden", f"hidden: not from packed workers, and {only}", "0")
+        if work.row_labels:
+            return bad("labels", f"labels: of each row its own, which packed workers do not score, and {only}", "")
         if work.part.item_first:
             return bad("item_first", f"item_first: packed rows begin with the query, and {only}", "false")
         if len(work.part.frames) != 3:
@@ -152,6 +154,26 @@ class ScoreOperation(Operation[ScoreWork]):
     def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
         frames = work.part.frames if work.of_text else []
         return Tokenize(task, frames, work.part.item_first, work.raw, labels=list(work.label_texts), chat=work.chat)
+
+
+def _check_labels(message: Score) -> int:
+    """The largest of the labels in the header. Raises WireError where one is no token id, or there are texts of labels, too."""
+    labels = message.labels
+    most = max(labels)
+    if min(labels) < 0 or most >= MAX_TOKENS:
+        at = next(i for i, label in enumerate(labels) if not 0 <= label < MAX_TOKENS)
+        limit = str(MAX_TOKENS - 1)
+        raise bad("labels", f"labels[{at}]: {labels[at]}; a token id is 0 to {limit}", limit)
+    if message.label_texts:
+        raise bad("label_texts", "label_texts: the request has labels, too; name either ids or texts", "0")
+    return most
+
+
+def _check_row_labels(message: Score, frame: Buffer, rows: int) -> int:
+    """The largest of the labels that each row has for itself. Raises WireError where there are others, or they are none."""
+    if message.labels or message.label_texts:
+        raise bad("labels", "labels: the header has labels, too; name them there or for each row", "0")
+    return check_row_labels(message.frames[-1], frame, rows)
 
 
 def _check_chat(message: Score, frames: Sequence[Buffer], of_text: bool) -> None:

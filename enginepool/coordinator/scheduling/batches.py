@@ -32,6 +32,7 @@ from enginepool.coordinator.scheduling.row_cuts import cut_next, take
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut
+from enginepool.protocol.row_labels import cut_row_labels
 
 #: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
 #: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
@@ -191,13 +192,18 @@ def post_batch(core: Context, batch: RunningBatch) -> None:
     for request, start, end in batch.slices:
         work = request.work
         if end - start == work.rows:
-            parts.append(work.part)
+            part = work.part
             frames += work.frames
         else:
             if request.offsets is None:
                 request.offsets = Offsets(work.frames)
             specs, buffers = cut(work.part.frames, work.frames, request.offsets, start, end)
-            parts.append(replace(work.part, frames=specs))
+            part = replace(work.part, frames=specs)
             frames += buffers
+        if work.row_labels:
+            spec, labels = cut_row_labels(work.row_labels, len(work.row_labels) // (4 * work.rows), start, end)
+            part = replace(part, frames=[*part.frames, spec])
+            frames.append(labels)
+        parts.append(part)
     message = Batch(batch.id, parts, head.priority)
     core.effects.append(ToWorker(batch.worker.link, message, frames))

@@ -22,8 +22,6 @@ from enginepool.workers.engine import (
     GenerationTask,
     Report,
     RowBatch,
-    TextIds,
-    TextTask,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
@@ -43,6 +41,7 @@ from enginepool.workers.sglang.text.chat_rows import chat_rows
 from enginepool.workers.sglang.text.joined_rows import joined_rows
 from enginepool.workers.sglang.text.label_ids import label_ids
 from enginepool.workers.sglang.weights.updates import SglangWeights
+from enginepool.workers.texts import TextIds, TextTask
 
 #: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
 FLUSH_S = 10.0

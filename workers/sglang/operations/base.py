@@ -86,7 +86,7 @@ class HeadOperation(RowOperation, Protocol):
 
     def check(self, part: RowPart, can: Capabilities) -> None:
         """There is no next token."""
-        if part.asked.labels:
+        if part.asked.labels or part.labels is not None:
             raise EngineError("this model has no next token: labels must be empty")
 
     def request(self, types: Any, prompts: Prompts, priority: int, hidden: bool) -> Any:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from enginepool.protocol.messages import Capabilities, Kind, Part
-from enginepool.workers.engine import EngineError, Floats, Outputs, RowPart
+from enginepool.workers.engine import EngineError, Floats, Ids, Outputs, RowPart
 from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation, RowOperation, common_fields
 from enginepool.workers.sglang.score.cross_encoder import answer_logits
 from enginepool.workers.sglang.score.prompts import Prompts
@@ -30,6 +30,8 @@ class LabelScores(RowOperation):
 
     def check(self, part: RowPart, can: Capabilities) -> None:
         labels = part.asked.labels
+        if part.labels is not None:
+            labels = [int(part.labels.min()), int(part.labels.max())]
         if not labels:
             raise EngineError("labels are empty: this model scores label tokens")
         if not 0 <= min(labels) <= max(labels) < can.vocab:
@@ -52,7 +54,7 @@ class LabelScores(RowOperation):
         return said["input_token_ids_logprobs"] if packed else said["output_token_ids_logprobs"][:1]
 
     def outputs(self, entries: Sequence[Any], part: RowPart, can: Capabilities) -> Outputs:
-        return {"scores": label_scores(entries, part.asked)}
+        return {"scores": label_scores(entries, part.asked, part.labels)}
 
 
 class HeadScores(HeadOperation):
@@ -75,17 +77,18 @@ class HeadScores(HeadOperation):
         return {"scores": head_scores(entries, part.asked, can.activation)}
 
 
-def label_scores(rows: Sequence[Sequence[tuple[float, int, Any]]], asked: Part) -> Floats:
+def label_scores(rows: Sequence[Sequence[tuple[float, int, Any]]], asked: Part, own: Ids | None = None) -> Floats:
     """Probability of each label as the next token, [rows, labels]: under all tokens, or with `softmax` under the labels alone;
     with `logprobs` its logarithm. `softmax` divides logits by `temperature`.
 
     A label may appear more than once; under `softmax` each appearance has its own share. `rows`: (log-probability, token id,
-    text), in any order and with other labels among them.
+    text), in any order and with other labels among them. `own`: labels of each row, in place of those that are asked for.
     """
-    logprobs = np.empty((len(rows), len(asked.labels)), dtype=np.float64)
-    for i, row in enumerate(rows):
+    labels: Sequence[Sequence[int]] = [asked.labels] * len(rows) if own is None else own.tolist()
+    logprobs = np.empty((len(rows), len(labels[0])), dtype=np.float64)
+    for i, (row, mine) in enumerate(zip(rows, labels, strict=True)):
         found = {token: logprob for logprob, token, _ in row}
-        logprobs[i] = [found[label] for label in asked.labels]
+        logprobs[i] = [found[label] for label in mine]
     if asked.softmax:
         logprobs = _log_softmax(logprobs / asked.temperature)
     # A probability below 1e-45 is 0 in float32: its logarithm must not be taken from there.

@@ -69,7 +69,10 @@ def plain_prompts(parts: Sequence[RowPart]) -> Prompts:
         rows = part.prompts()
         ids += rows
         # Each label once: SGLang 0.5.23 refuses duplicates.
-        labels += repeat(list(dict.fromkeys(part.asked.labels)), len(rows))
+        if part.labels is None:
+            labels += repeat(list(dict.fromkeys(part.asked.labels)), len(rows))
+        else:
+            labels += [list(dict.fromkeys(own)) for own in part.labels.tolist()]
         responses += [length - item for length, item in zip(part.lengths, part.item_lengths.tolist(), strict=True)]
         runs.append((i, 0, len(rows)))
     return Prompts(ids, labels, [runs], responses=responses)

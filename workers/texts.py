@@ -1,0 +1,23 @@
+"""Texts that an engine's tokenizer makes token ids of."""
+
+from dataclasses import dataclass, field
+
+from enginepool.protocol.messages import Tokenize
+
+
+@dataclass(frozen=True, slots=True)
+class TextTask:
+    """Texts of one request. pairs: the two texts of each row, in the order in which they are joined.
+    asked: what the operation is to do with them, as the coordinator says it; it has no frames that matter."""
+
+    pairs: list[tuple[str, str]]
+    asked: Tokenize
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """Token ids of each row of a `TextTask`; how many rows were truncated; the token of each label."""
+
+    rows: list[list[int]]
+    truncated: int = 0
+    labels: list[int] = field(default_factory=list[int])
