@@ -8,6 +8,13 @@ from enginepool.protocol.ragged import MAX_TOKENS, bad
 
 #: parameters of which at most one is given
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+MASKS = ("allowed_token_ids", "disallowed_token_ids")
+#: parameter -> the feature that a worker needs for it
+FEATURES = (
+    dict.fromkeys(GRAMMARS, "grammar")
+    | dict.fromkeys(("stop", "stop_regex"), "stop_text")
+    | dict.fromkeys((*MASKS, "temperature_schedule"), "logit_processors")
+)
 #: field of `Sampling`: (least, most, whether the least itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, math.inf, True),
@@ -44,10 +51,11 @@ def check_sampling(s: Sampling) -> None:
     if s.sampling_seed is not None and not 0 <= s.sampling_seed <= MAX_ID:
         text = f"sampling.sampling_seed: {s.sampling_seed} is outside 0..{MAX_ID}"
         raise bad("sampling.sampling_seed", text, str(MAX_ID))
-    for at, token in enumerate(s.stop_token_ids):
-        if not 0 <= token < MAX_TOKENS:
-            field = f"sampling.stop_token_ids[{at}]"
-            raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
+    for name in ("stop_token_ids", *MASKS):
+        for at, token in enumerate(getattr(s, name) or ()):
+            if not 0 <= token < MAX_TOKENS:
+                field = f"sampling.{name}[{at}]"
+                raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
     for token, bias in s.logit_bias.items():
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS and math.isfinite(bias)):
             text = f"sampling.logit_bias: {token!r}: {bias}; a token id, and a finite number"
@@ -68,6 +76,30 @@ def check_sampling(s: Sampling) -> None:
         # Where the text may end, and must not, no token is left: an engine would compute NaN.
         text = f"sampling.min_new_tokens: {s.min_new_tokens} with {given[0]}, whose text may end before; 0"
         raise bad("sampling.min_new_tokens", text, "0")
+    _check_processors(s, given)
+
+
+def _check_processors(s: Sampling, grammars: list[str]) -> None:
+    masks = [name for name in MASKS if getattr(s, name) is not None]
+    for name in masks:
+        field = f"sampling.{name}"
+        if not getattr(s, name):
+            raise bad(field, f"{field}: no token ids; at least 1, or leave it out", "1")
+        if other := [*grammars, *(one for one in masks if one < name)]:
+            # Together they may leave no token: an engine would compute NaN.
+            raise bad(field, f"{field}: given with {other[0]}; at most one of them", "")
+    schedule = s.temperature_schedule
+    if schedule is None:
+        return
+    field = "sampling.temperature_schedule"
+    for name in ("initial", "final"):
+        value = getattr(schedule, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise bad(field, f"{field}: {name} is {value:g}; from 0", "0")
+    if not 1 <= schedule.tokens <= MAX_NEW_TOKENS:
+        raise bad(field, f"{field}: tokens is {schedule.tokens}; 1 to {MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
+    if s.temperature != 1.0:
+        raise bad(field, f"{field}: given with temperature = {s.temperature:g}; at most one of them", "")
 
 
 def is_constrained(s: Sampling) -> bool:

@@ -147,7 +147,8 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
             f"generation {start.task}: n = {start.n}, at = {start.at}, max_new_tokens = {start.sampling.max_new_tokens};"
             f" expected n in 1..{MAX_SEQUENCES}, at 0 or more, max_new_tokens 1 or more",
         )
-    return GenerationTask(np.frombuffer(frames[0], np.int32), start.sampling, start.n, start.logprobs, start.priority)
+    prompt = np.frombuffer(frames[0], np.int32)
+    return GenerationTask(prompt, start.sampling, start.n, start.logprobs, start.priority, start.at)
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:

@@ -128,7 +128,7 @@ class GenerationTask:
     """A prompt to continue. prompt: int32 [tokens]; n: sequences; priority: larger runs first, where the engine has to choose.
 
     sampling: `max_new_tokens` counts from the end of the prompt; sequence i is drawn with `sampling_seed` + i.
-    logprobs: each token has the logarithm of its probability.
+    logprobs: each token has the logarithm of its probability. at: position of the first token in the output.
     """
 
     prompt: Ids
@@ -136,6 +136,7 @@ class GenerationTask:
     n: int = 1
     logprobs: bool = False
     priority: int = 0
+    at: int = 0
 
 
 class NewTokens(NamedTuple):
@@ -155,8 +156,6 @@ class NewTokens(NamedTuple):
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.
 Emit = Callable[[NewTokens], None]
-
-
 #: The frames that answer a part, by name: float32, with a row for each of its rows. The operation says which they are.
 Outputs = dict[str, Floats]
 

@@ -39,6 +39,9 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    allowed_token_ids: list[int] | None = None
+    disallowed_token_ids: list[int] | None = None
+    temperature_schedule: tuple[float, float, int] | None = None
 
     def __post_init__(self) -> None:
         if self.prompt is None:
@@ -76,7 +79,7 @@ def generate(
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
-    any of n, logprobs, SGLang's sampling parameters, group, priority, timeout, min_version, version for itself.
+    any of n, logprobs, the sampling parameters of Pool.generate, group, priority, timeout, min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
     "token_ids" and "finish_reason"; or "error" with a code and a message. Exit code 1 if any line has an error. The tokenizer

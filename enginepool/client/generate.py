@@ -69,6 +69,11 @@ class GenerateCalls(RowCalls):
             min_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, stop,
             stop_token_ids, stop_regex, ignore_eos, logit_bias, sampling_seed, json_schema, regex, ebnf, structural_tag:
                 SGLang's sampling parameters, with its defaults, but for `max_new_tokens`. At most one of the last four.
+            allowed_token_ids, disallowed_token_ids: no token but these, or none of these, is chosen; 1 to 4096 ids. At most one
+                of the two, and not with a grammar.
+            temperature_schedule: (initial, final, tokens), in place of `temperature`: the temperature goes in equal steps from
+                `initial`, for the first token of the output, to `final`, after so many tokens. It counts those of
+                `continue_from`.
             logprobs: the natural logarithm of the probability of each token, too. Default: False.
             partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
                 instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.

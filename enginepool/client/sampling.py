@@ -11,18 +11,18 @@ from enginepool.client.row_calls import RowOptions
 from enginepool.conversion import located, wrong_type
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Sampling
-from enginepool.protocol.sampling import GRAMMARS, check_sampling
+from enginepool.protocol.sampling import GRAMMARS, MASKS, check_sampling
 
 _PYTHON = {"int": "an int", "float": "a number", "str": "a str", "bool": "True or False", "array": "a list", "object": "a dict"}
 _TEXTS = ("stop", "stop_regex")
-_LISTS = (*_TEXTS, "stop_token_ids")
+_LISTS = (*_TEXTS, "stop_token_ids", *MASKS, "temperature_schedule")
 
 #: What the wire calls the sampling parameters.
 SAMPLING_NAMES = {f"sampling.{name}": name for name in Sampling.__struct_fields__}
 
 
 class SamplingOptions(RowOptions, total=False):
-    """The sampling parameters of `Pool.generate` and `Pool.stream`: SGLang's, by their own names."""
+    """The sampling parameters of `Pool.generate` and `Pool.stream`: SGLang's, by their own names, and three of the pool's."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -43,6 +43,9 @@ class SamplingOptions(RowOptions, total=False):
     regex: str | None
     ebnf: str | None
     structural_tag: str | None
+    allowed_token_ids: Ids | None
+    disallowed_token_ids: Ids | None
+    temperature_schedule: tuple[float, float, int] | None
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:

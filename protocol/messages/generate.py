@@ -15,6 +15,8 @@ MAX_NEW_TOKENS = 1 << 20
 MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
 #: Characters of all stop strings, patterns and grammars of one request together.
 MAX_SAMPLING_TEXT = 65_536
+#: Ids of `allowed_token_ids`, or of `disallowed_token_ids`.
+MAX_MASK = 4096
 #: UTF-8 bytes of `matched`, which is cut: an answer has one for each sequence in its header.
 MAX_MATCHED = 128
 #: Tokens of a stream that a client may leave unread.
@@ -25,6 +27,21 @@ Ended = Literal["stop", "length", "interrupted"]
 
 _Texts = Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_STOP)]], msgspec.Meta(max_length=MAX_STOPS)]
 _Grammar = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] | None
+_Mask = Annotated[list[int], msgspec.Meta(max_length=MAX_MASK)] | None
+
+
+class TemperatureSchedule(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """[initial, final, tokens]: the temperature goes from `initial`, at position 0 of the output, in equal steps to `final`, at
+    position `tokens`, and stays there."""
+
+    initial: float
+    final: float
+    tokens: int
+
+    def at(self, position: int) -> float:
+        """The temperature of the token at this position."""
+        done = min(position / self.tokens, 1.0)
+        return self.initial * (1.0 - done) + self.final * done
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -33,6 +50,9 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     `max_new_tokens` counts the tokens that the request brings along. At most one of `json_schema`, `regex`, `ebnf` and
     `structural_tag` is given. `logit_bias`: by token id, written as text. `sampling_seed`: equal requests with equal seeds get
     equal tokens, where the engine supports it.
+
+    `allowed_token_ids`: no other token is chosen; `disallowed_token_ids`: none of these is; at most one of the two.
+    `temperature_schedule`: in place of `temperature`.
     """
 
     max_new_tokens: int = 128
@@ -54,6 +74,14 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     regex: _Grammar = None
     ebnf: _Grammar = None
     structural_tag: _Grammar = None
+    allowed_token_ids: _Mask = None
+    disallowed_token_ids: _Mask = None
+    temperature_schedule: TemperatureSchedule | None = None
+
+    @property
+    def masked(self) -> list[int]:
+        """The ids of its mask, of either kind."""
+        return self.allowed_token_ids or self.disallowed_token_ids or []
 
 
 class SequenceEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -94,7 +122,7 @@ class Generate(Message, tag="generate"):
         """What its header holds that can be much, in numbers: a text counts by its length."""
         s = self.sampling
         texts = [*s.stop, *s.stop_regex, *(end.matched for end in self.ended), s.json_schema, s.regex, s.ebnf, s.structural_tag]
-        numbers = len(s.stop_token_ids) + 4 * len(s.logit_bias)
+        numbers = len(s.stop_token_ids) + len(s.masked) + 4 * len(s.logit_bias)
         return numbers + sum(2 + len(text) // 10 for text in texts if isinstance(text, str))
 
     @property

@@ -108,6 +108,11 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     assert refusal(generate(output=[[1000]])) == ("output", "1000")
     assert refusal(generate(regex="a"), features=()) == ("sampling.regex", "")
     assert refusal(generate(stop=["a"]), features=("grammar",)) == ("sampling.stop", "")
+    assert refusal(generate(temperature_schedule=(1, 0, 5))) == ("sampling.temperature_schedule", "")
+    processors = ("logit_processors",)
+    assert refusal(generate(allowed_token_ids=[1000]), features=processors) == ("sampling.allowed_token_ids", "1000")
+    everything = generate(disallowed_token_ids=[*range(4)])
+    assert refusal(everything, features=processors, vocab=4) == ("sampling.disallowed_token_ids", "3")
 
 
 # --- slots --------------------------------------------------------------------------------------------------------------
@@ -133,6 +138,18 @@ def test_each_sample_keeps_its_own_seed_wherever_it_goes_on() -> None:
     pool.do(ev.WorkerExited(0, "a", "killed"))
     pool.do(ev.WorkerBroken(0, link, "it broke"))
     assert [(one.at, one.n, one.sampling.sampling_seed) for one in started(pool)] == [(0, 2, 7), (2, 1, 7), (1, 1, 8)]
+
+
+def test_a_mask_and_a_schedule_stay_as_they_are_wherever_a_sequence_goes_on() -> None:
+    pool, can = GeneratingPool(), msgspec.structs.replace(CAN, features=("logit_processors",))
+    link = pool.worker("a", can=can)
+    pool.submit(pool.client(), 1, generate(3, disallowed_token_ids=[5, 6], temperature_schedule=(1.0, 0.5, 8)))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [11, 12, 13], ""))
+    pool.worker("b", can=can)
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    first, again = started(pool)
+    assert (again.at, again.sampling) == (3, msgspec.structs.replace(first.sampling, max_new_tokens=5))
 
 
 def test_a_worker_is_given_no_more_than_it_runs_at_once_and_the_rest_waits_by_priority() -> None:

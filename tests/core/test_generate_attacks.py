@@ -100,6 +100,8 @@ def test_a_worker_that_sends_progress_without_tokens_of_its_tasks_has_no_more_ti
         {"stop_regex": ["a"] * 256},
         {"json_schema": "𐍈" * 65_000},
         {"logit_bias": {str(token): 1.0 for token in range(256)}},
+        {"allowed_token_ids": [2**31 - 1] * 4096},
+        {"disallowed_token_ids": [2**31 - 1] * 4096},
     ],
 )
 def test_a_request_counts_the_text_of_its_header(sampling: dict[str, Any]) -> None:

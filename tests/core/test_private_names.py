@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown, unknown
-from enginepool.workers.sglang.patches.table import PRIVATE, Private
+from enginepool.workers.sglang.patches.table import PRIVATE
 
 FOLDER = Path(__file__).parents[2] / "workers" / "sglang"
 #: Names of variables and attributes that hold an object, a class or a module of SGLang, in every file.
@@ -37,6 +38,7 @@ HOLDERS_IN = {
     "capabilities.py": {"engine"},
     "engine.py": {"engine"},
     "host.py": {"engine"},
+    "logit_processor.py": {"req"},
     "packed.py": {"types", "request"},
     "process.py": {"module"},
     "requests.py": {"types", "request"},

@@ -1,11 +1,12 @@
 """What SGLang is started with where it generates, and which tasks are refused before its scheduler would die of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Capabilities, Sampling
+from enginepool.protocol.messages import Capabilities, Sampling, TemperatureSchedule
 from enginepool.workers.engine import EngineError, GenerationTask
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
@@ -16,11 +17,14 @@ from enginepool.workers.sglang.host.settings import Running, SettingsError
 KNOWN = {
     "attention_backend", "chunked_prefill_size", "custom_sigquit_handler", "custom_weight_loader", "disable_cuda_graph",
     "disable_overlap_schedule", "disable_radix_cache", "dp_size", "enable_hierarchical_cache", "enable_mixed_chunk",
-    "enable_priority_scheduling", "grammar_backend", "log_level", "max_running_requests",
+    "enable_custom_logit_processor", "enable_priority_scheduling", "enable_watermark", "grammar_backend",
+    "log_level", "max_running_requests",
     "max_total_tokens", "nccl_port", "nnodes", "page_size", "pp_size", "schedule_policy", "speculative_algorithm",
     "tokenizer_worker_num",
 }  # fmt: skip
-CAN = Capabilities("causal", 512, 100, 1000, 8, 1000, 8, operations=("generate",), features=("grammar", "stop_text"))
+CAN = Capabilities(
+    "causal", 512, 100, 1000, 8, 1000, 8, operations=("generate",), features=("grammar", "stop_text", "logit_processors")
+)
 
 
 def kwargs_of(device: str = "cuda", grammars: bool = True, **fields: Any) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def test_a_generating_engine_takes_sglangs_own_defaults() -> None:
     assert kwargs == {
         "model_path": "model", "device": "cuda", "dtype": "auto", "nccl_port": 4711, "log_level": "error",
         "custom_weight_loader": ["enginepool.workers.sglang.weights.loader.load"],
-        "enable_priority_scheduling": True,
+        "enable_priority_scheduling": True, "enable_custom_logit_processor": True,
     }  # fmt: skip
     assert kwargs_of(grammars=False)["grammar_backend"] == "none"
     with pytest.raises(SettingsError, match="does not work here; use 'none'"):
@@ -121,6 +125,15 @@ def test_grammars_and_stop_strings_need_a_tokenizer() -> None:
     assert generation_features({"grammar_backend": "xgrammar", "skip_tokenizer_init": True}, True) == ()
 
 
+def test_logit_processors_run_where_sglang_calls_them_for_each_token_and_says_its_position() -> None:
+    on = {"enable_custom_logit_processor": True}
+    assert generation_features(on, False) == ("logit_processors",)
+    for without in ({"speculative_algorithm": "EAGLE"}, {"enable_mixed_chunk": True}, {"enable_custom_logit_processor": False}):
+        assert generation_features(on | without, False) == ()
+    assert kwargs_of(options={"enable_watermark": True})["enable_custom_logit_processor"] is False
+    assert kwargs_of(options={"enable_custom_logit_processor": False})["enable_custom_logit_processor"] is False
+
+
 def task(prompt: tuple[int, ...] = (1, 2), n: int = 1, **sampling: Any) -> GenerationTask:
     wanted: dict[str, Any] = {"max_new_tokens": 10} | sampling
     return GenerationTask(np.array(prompt, np.int32), Sampling(**wanted), n)
@@ -143,6 +156,11 @@ def task(prompt: tuple[int, ...] = (1, 2), n: int = 1, **sampling: Any) -> Gener
         (task(repetition_penalty=1e-30), "repetition_penalty: 1e-30; at least 0.01"),
         (task(sampling_seed=1 << 63), "sampling_seed: 9223372036854775808 has more than 64 bits"),
         (task(regex="a+", min_new_tokens=2), "min_new_tokens: given with regex"),
+        (task(regex="a+", allowed_token_ids=[2]), "allowed_token_ids: given with regex"),
+        (task(allowed_token_ids=[3, 512]), "allowed_token_ids: a token id is outside 0..511"),
+        (task(disallowed_token_ids=[-1]), "disallowed_token_ids: a token id is outside 0..511"),
+        (task(disallowed_token_ids=[*range(512)]), "disallowed_token_ids: all 512 tokens"),
+        (task(temperature_schedule=TemperatureSchedule(1, 1e300, 5)), "temperature_schedule: 1e\\+300 is outside"),
     ],
 )
 def test_a_task_of_which_the_scheduler_would_die_is_refused(wrong: GenerationTask, said: str) -> None:
@@ -154,6 +172,8 @@ def test_what_the_engine_has_not_is_refused() -> None:
     plain = Capabilities("causal", 512, 100, 1000, 8, 1000, 8)
     with pytest.raises(EngineError, match="json_schema: this engine runs no grammar backend"):
         refuse_fatal(task(json_schema="{}"), plain, False)
+    with pytest.raises(EngineError, match="allowed_token_ids: this engine runs no logit processors"):
+        refuse_fatal(task(allowed_token_ids=[1]), plain, False)
     refuse_fatal(task(min_p=0.5), CAN, False)
     with pytest.raises(EngineError, match=r"min_p: 0\.5; an engine with enable_deterministic_inference takes 0"):
         refuse_fatal(task(min_p=0.5), CAN, True)
@@ -170,6 +190,15 @@ def test_sglang_gets_what_was_asked_for_by_its_own_names() -> None:
     }
     assert sampling_kwargs(task(**asked), 512, 0) == {"max_new_tokens": 10, **asked}
     assert sampling_kwargs(task(top_k=1 << 40), 512, 0)["top_k"] == -1
+
+
+def test_sglang_gets_a_mask_and_a_schedule_as_parameters_of_our_logit_processor() -> None:
+    masked = sampling_kwargs(task(allowed_token_ids=[9, 3, 9]), 512, 0)
+    assert masked == {"max_new_tokens": 10, "custom_params": {"allowed": [3, 9]}}
+    schedule = TemperatureSchedule(1.0, 0.5, 8)
+    asked = replace(task(disallowed_token_ids=[4], temperature_schedule=schedule), at=6)
+    assert sampling_kwargs(asked, 512, 0)["custom_params"] == {"disallowed": [4], "schedule": [1.0, 0.5, 8], "at": 6}
+    assert [schedule.at(position) for position in (0, 2, 8, 100)] == [1.0, 0.875, 0.5, 0.5]
 
 
 def test_the_sequences_of_a_task_have_seeds_of_their_own() -> None:

@@ -84,6 +84,24 @@ def test_the_engine_gives_what_the_pure_function_says(prompt: list[int], least: 
     assert heard.ends[0][1] == (tokens[-1] if reason == "stop" else None)
 
 
+@given(
+    PROMPTS,
+    st.sampled_from([{"allowed_token_ids": [2, 7, 30, 31]}, {"disallowed_token_ids": [*range(40)]}]),
+    st.integers(0, 40),
+)
+def test_no_token_outside_a_mask_is_chosen_and_the_mask_has_the_last_word(
+    prompt: list[int], mask: dict[str, Any], least: int
+) -> None:
+    sampling: dict[str, Any] = {"max_new_tokens": 50, "min_new_tokens": least, "stop_token_ids": [7], **mask}
+    allowed = set(mask.get("allowed_token_ids", range(VOCAB))) - set(mask.get("disallowed_token_ids", ()))
+    heard = generated(engine(end_every=20), task(prompt, **sampling))
+    assert set(heard.tokens[0]) <= allowed
+    assert heard.tokens[0] == expected_output(prompt, Sampling(**sampling), vocab=VOCAB, end_every=20)[0]
+    assert len(heard.tokens[0]) > least or heard.ends[0][0] == "length"
+    one = generated(engine(), task(prompt, allowed_token_ids=[7], stop_token_ids=[7], min_new_tokens=3, max_new_tokens=5))
+    assert one.tokens[0] == [7] * 4
+
+
 @given(PROMPTS, st.integers(1, 30))
 def test_a_sequence_goes_on_after_its_tokens_as_if_it_had_never_been_interrupted(prompt: list[int], cut: int) -> None:
     sampling = Sampling(max_new_tokens=40, min_new_tokens=35)
@@ -279,7 +297,7 @@ def report(stage: str, detail: str) -> None:
 
 def test_its_capabilities_are_those_of_a_continuous_batch() -> None:
     can = asyncio.run(engine(inflight_rows=64, inflight_tokens=5000, forward_s=0.01).start(report))
-    assert can.operations == ("generate",) and can.pace == 0 and can.features == ()
+    assert can.operations == ("generate",) and can.pace == 0 and can.features == ("logit_processors",)
     assert (can.batch_rows, can.inflight_rows, can.batch_tokens, can.inflight_tokens) == (64, 64, 5000, 5000)
 
 

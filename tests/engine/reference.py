@@ -63,10 +63,16 @@ class Reference:
                 return self._reward(self._torch.tensor([row])).logits[0].double().numpy()
             return self._causal(self._torch.tensor([row])).logits[0, -1].double()[list(labels)].numpy()
 
-    def following(self, row: Sequence[int], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Of each token after `row`: how far its logit is below the largest one, and its log-probability."""
+    def following(
+        self, row: Sequence[int], tokens: Sequence[int], allowed: Sequence[int] = ()
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Of each token after `row`: how far its logit is below the largest one, and its log-probability. `allowed`: as if
+        there were no other tokens."""
         with self._torch.no_grad():
             logits = self._causal(self._torch.tensor([[*row, *tokens]])).logits[0, len(row) - 1 : -1].double()
+        if allowed:
+            none = self._torch.full_like(logits, -self._torch.inf)
+            logits = none.index_copy(1, self._torch.tensor(allowed), logits[:, allowed])
         chosen = self._torch.tensor(list(tokens))[:, None]
         logprobs = self._torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
         return (logits.max(dim=-1).values - logits.gather(1, chosen)[:, 0]).numpy(), logprobs.numpy()

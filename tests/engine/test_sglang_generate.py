@@ -4,13 +4,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Sampling
+from enginepool.protocol.messages import Sampling, TemperatureSchedule
 from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
@@ -91,7 +92,7 @@ def test_an_engine_that_generates_says_what_it_runs_at_once(generating: HostedEn
     can = declared(generating)
     assert (can.kind, can.operations, can.pace) == ("causal", ("generate",), 0)
     # The oldest version restricts tokens on GPUs alone.
-    assert set(can.features) == ({"stop_text"} if OLDEST else {"grammar", "stop_text"})
+    assert set(can.features) == {"stop_text", "logit_processors"} | (set() if OLDEST else {"grammar"})
     assert (can.inflight_rows, can.inflight_tokens) == (64, 8192)
     assert can.context + can.reserved == CONTEXT
     # Neither less than asked for, nor refused.
@@ -204,6 +205,65 @@ def test_stop_strings_and_patterns_end_a_sequence_and_are_named(generating: Host
 def test_a_bias_decides_between_tokens(generating: HostedEngine) -> None:
     found = one(generating, task(logit_bias={"77": 500.0, "78": -1e9}, max_new_tokens=3))
     assert found.tokens == [77] * 3
+
+
+@pytest.mark.every_version
+def test_greedy_tokens_under_a_mask_are_the_likeliest_of_those_that_it_allows(
+    generating: HostedEngine, reference: Reference
+) -> None:
+    free = [one(generating, task(prompt, ignore_eos=True)).tokens for prompt in PROMPTS]
+    chosen = sorted({token for tokens in free for token in tokens})
+    # Several masks in one forward, and rows without.
+    masks: list[dict[str, Any]] = [
+        {"allowed_token_ids": [*range(3, VOCAB, 7)]},
+        {"disallowed_token_ids": chosen},
+        {"disallowed_token_ids": [*range(400)]},
+        {},
+    ]
+    tasks = [task(prompt, logprobs=True, ignore_eos=True, **mask) for prompt in PROMPTS for mask in masks]
+    for i, [found] in enumerate(run(generating, *tasks)):
+        prompt, mask = PROMPTS[i // 4], masks[i % 4]
+        allowed = set(mask.get("allowed_token_ids", range(VOCAB))) - set(mask.get("disallowed_token_ids", ()))
+        assert set(found.tokens) <= allowed
+        below, logprobs = reference.following(prompt, found.tokens, sorted(allowed))
+        assert below.max() < 1e-4
+        np.testing.assert_allclose(found.logprobs, logprobs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.every_version
+def test_tokens_outside_a_mask_are_never_chosen_however_hot(generating: HostedEngine) -> None:
+    ending: dict[str, Any] = {"stop_token_ids": [7], "min_new_tokens": 30}
+    asked: dict[str, Any] = {"temperature": 50.0, "max_new_tokens": 40}
+    tasks = [
+        task(n=2, allowed_token_ids=[7, 100, 101], ignore_eos=True, **asked),
+        task(n=2, disallowed_token_ids=[*range(10, VOCAB)], ignore_eos=True, **asked),
+        task(allowed_token_ids=[7], **asked, **ending),  # the mask has the last word
+    ]
+    masked, others, [ended] = run(generating, *tasks)
+    assert {token for one in masked for token in one.tokens} == {7, 100, 101}
+    assert {token for one in others for token in one.tokens} <= set(range(10))
+    assert (ended.tokens, ended.reason) == ([7], "stop")
+
+
+@pytest.mark.every_version
+def test_a_temperature_follows_its_schedule_by_the_position_in_the_output(
+    generating: HostedEngine, reference: Reference
+) -> None:
+    prompt = PROMPTS[0]
+    # At these temperatures the chosen logits decide nothing, and then everything.
+    schedule = TemperatureSchedule(1e5, 0.0, 12)
+    asked: dict[str, Any] = {"temperature": 1.0, "temperature_schedule": schedule, "ignore_eos": True}
+    whole = one(generating, task(prompt, logprobs=True, max_new_tokens=24, **asked))
+    np.testing.assert_allclose(whole.logprobs[:12], -np.log(VOCAB), rtol=1e-2)
+    below, _ = reference.following([*prompt, *whole.tokens[:12]], whole.tokens[12:])
+    assert below.max() < 1e-4
+    np.testing.assert_allclose(whole.logprobs[12:], 0.0, atol=1e-5)
+    # A sequence that goes on at position 8 has four hot tokens more, and one at position 12 has none.
+    for at in (8, 12, 20):
+        rest = one(generating, replace(task([*prompt, *whole.tokens[:at]], logprobs=True, **asked), at=at))
+        hot = max(0, 12 - at)
+        np.testing.assert_allclose(rest.logprobs[:hot], -np.log(VOCAB), rtol=1e-2)
+        np.testing.assert_allclose(rest.logprobs[hot:], 0.0, atol=1e-5)
 
 
 @pytest.mark.every_version

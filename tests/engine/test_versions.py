@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from enginepool.cli.doctor_checks import SGLANG_NEWEST, SGLANG_OLDEST
-from enginepool.workers.sglang.patches.table import TESTED
+from enginepool.workers.sglang.patches.private_name import TESTED
 from tests.engine.forked import run_code
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models

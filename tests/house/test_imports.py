@@ -75,7 +75,11 @@ ONLY = {
         f"{COORDINATOR}shell/router.py",
         "workers/link.py",
     },
-    "sglang": {"workers/sglang/host/build.py", *(f"enginepool/http/{name}.py" for name in ("build", "manager", "sequence"))},
+    "sglang": {
+        "workers/sglang/host/build.py",
+        "workers/sglang/generate/logit_processor.py",
+        *(f"enginepool/http/{name}.py" for name in ("build", "manager", "sequence")),
+    },
     "openai": {
         "enginepool/cli/chat.py",
         "enginepool/client/blocking.py",

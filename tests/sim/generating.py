@@ -3,8 +3,10 @@
 from array import array
 from random import Random
 
+from msgspec.structs import replace
+
 from enginepool.client.session.events import StreamPart
-from enginepool.protocol.messages import Capabilities, FrameSpec, Generate, Sampling, SequenceEnd
+from enginepool.protocol.messages import MAX_MASK, Capabilities, FrameSpec, Generate, Sampling, SequenceEnd
 from tests.sim.scores import rows_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, Call
 
@@ -121,7 +123,7 @@ def generate_instead(random: Random, call: Call, can: Capabilities, mix: Generat
 
 
 def _sampling(random: Random, most: int, vocab: int, mix: GenerationMix) -> Sampling:
-    return Sampling(
+    sampling = Sampling(
         max_new_tokens=most,
         min_new_tokens=random.choice((0, most // 2, most)),
         temperature=random.choice((0.0, 1.0)),
@@ -129,6 +131,13 @@ def _sampling(random: Random, most: int, vocab: int, mix: GenerationMix) -> Samp
         stop_token_ids=[random.randrange(20, vocab) for _ in range(random.choice((0, 0, 3)))],
         ignore_eos=random.random() < 0.2,
     )
+    match sum(sampling.stop_token_ids) % 5:  # without another number of `random`, from which old schedules are made
+        case 1:
+            return replace(sampling, allowed_token_ids=[*range(most % 7, vocab, 9)][:MAX_MASK])
+        case 2:
+            return replace(sampling, disallowed_token_ids=[*range(most % 2, vocab, 2)][:MAX_MASK])
+        case _:
+            return sampling
 
 
 def _ids(random: Random, count: int, vocab: int) -> bytes:

@@ -217,7 +217,7 @@ class Plan:
             rows = random.choice((1, 2, 4))
             self.capabilities[name] = msgspec.structs.replace(
                 can, kind="causal", labels=0, hidden=0, separator=None, operations=(*can.operations, "generate"),
-                batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))),
+                batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))), features=("logit_processors",),
             )  # fmt: skip
         self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
         for kind in () if self.gentle else GENERATION_FAULTS:

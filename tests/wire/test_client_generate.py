@@ -81,12 +81,14 @@ def test_every_sampling_parameter_travels_by_its_own_name(coordinator: Generatin
         "frequency_penalty": 1, "presence_penalty": -1.5, "repetition_penalty": 1.25, "stop": "\n\n", "stop_token_ids": (7, 8),
         "stop_regex": ["[0-9]+"], "ignore_eos": True, "logit_bias": {5: -1, "6": np.float64(2.5)}, "sampling_seed": 3,
         "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None,
+        "allowed_token_ids": np.array([4, 5]), "disallowed_token_ids": None, "temperature_schedule": None,
     }  # fmt: skip
     assert given.keys() == set(Sampling.__struct_fields__) <= GenerateOptions.__annotations__.keys()
     generate(coordinator, ["a"], group="g", priority=-3, timeout=30, min_version=4, version=5, partial=True, **given)
     [sent] = coordinator.asked
     assert sent.sampling == Sampling(
         4, 1, 0.0, 0.5, 5, 0.25, 1.0, -1.5, 1.25, ["\n\n"], [7, 8], ["[0-9]+"], True, {"5": -1.0, "6": 2.5}, 3,
+        allowed_token_ids=[4, 5],
     )  # fmt: skip
     assert (sent.group, sent.priority, sent.min_version, sent.version, sent.partial) == ("g", -3, 4, 5, True)
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
@@ -161,6 +163,14 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"regex": "a" * 65_537}, "regex", ""),
     ("a", {"regex": "\ud800"}, "regex", ""),
     ("a", {"ebnf": "x", "structural_tag": "y"}, "structural_tag", "1"),
+    ("a", {"allowed_token_ids": []}, "allowed_token_ids", "1"),
+    ("a", {"allowed_token_ids": [0], "disallowed_token_ids": [1]}, "disallowed_token_ids", ""),
+    ("a", {"disallowed_token_ids": [*range(4097)]}, "disallowed_token_ids", ""),
+    ("a", {"disallowed_token_ids": [1], "regex": "a"}, "disallowed_token_ids", ""),
+    ("a", {"temperature_schedule": (1.0, 0.0)}, "temperature_schedule", ""),
+    ("a", {"temperature_schedule": (1.0, -1.0, 5)}, "temperature_schedule", "0"),
+    ("a", {"temperature_schedule": (1.0, 0.0, 0)}, "temperature_schedule", str(1 << 20)),
+    ("a", {"temperature_schedule": (1.0, 0.0, 5), "temperature": 0}, "temperature_schedule", ""),
     ("a", {"continue_from": "x"}, "continue_from", ""),
     ("a", {"continue_from": []}, "continue_from", "1"),
     ("a", {"continue_from": [3]}, "continue_from[0]", ""),

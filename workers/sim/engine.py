@@ -108,7 +108,7 @@ class SimEngine:
         """`can` of an engine that does nothing but generate."""
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
-            embedding=0, max_item=0, cached_query=0, cached_tokens=0, features=(),
+            embedding=0, max_item=0, cached_query=0, cached_tokens=0, features=("logit_processors",),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:

@@ -3,12 +3,13 @@
 With the names of `scores`, for the ids p of the prompt and the output so far, as little-endian int32:
 
     h     = mix((crc + 1) * k), with the column c = 2**34
-    token = ((h >> 32) * vocab) >> 32, or the next one modulo vocab that is allowed here
+    token = choices[((h >> 32) * n) >> 32], of n choices, or the next one (modulo n) that nothing forbids
     END   in place of it, if (h modulo 2**32) * end_every < 2**32
     its logprob: the logarithm of ((h >> 41) + 0.5) / 2**23
 
 The first token of a sample s > 0 has h = mix((crc + 1) * k + A * s), unless the temperature is 0. END ends a sequence, as the
-token ids do that its request names; `ignore_eos` lets both pass. Neither is allowed before `min_new_tokens`.
+token ids do that its request names; `ignore_eos` lets both pass. Before `min_new_tokens` both are forbidden, and always END as
+`token`, and `disallowed_token_ids`. The choices are the vocabulary, or `allowed_token_ids`: one of these is chosen in any case.
 """
 
 import math
@@ -48,34 +49,41 @@ class SimSequence:
         sample: which of the samples of its prompt it is.
     """
 
-    __slots__ = ("_crc", "_end_every", "_sample", "_sampling", "_stops", "_vocab", "count")
+    __slots__ = ("_choices", "_crc", "_early", "_end_every", "_forbidden", "_sample", "_sampling", "_stops", "count")
 
     def __init__(self, prompt: bytes | memoryview, sampling: Sampling, sample: int, vocab: int, end_every: int) -> None:
         self._crc = zlib.crc32(prompt)
-        self._sampling, self._vocab, self._end_every = sampling, vocab, end_every
+        self._sampling = sampling
         self._sample = sample if sampling.temperature else 0
         self._stops = {END, *sampling.stop_token_ids}
+        self._choices = sorted({*sampling.allowed_token_ids}) if sampling.allowed_token_ids else range(vocab)
+        disallowed = {*(sampling.disallowed_token_ids or ())}
+        self._end_every = end_every if END in self._choices and END not in disallowed else 0
+        #: tokens that are not chosen, and those before `min_new_tokens`
+        self._forbidden, self._early = {END} | disallowed, self._stops | disallowed
         #: tokens so far
         self.count = 0
 
     def next(self, weights: Weights) -> Drawn:
         """Its next token, by these weights."""
-        sampling, vocab = self._sampling, self._vocab
+        sampling, choices = self._sampling, self._choices
         h = (self._crc + 1) * _factor(weights)
         if self._sample:
             h += A * self._sample
             self._sample = 0
         h = mix(h & _64)
         early = self.count < sampling.min_new_tokens
-        token = (h >> 32) * vocab >> 32
-        if self._end_every and not early and (h & (_32 - 1)) * self._end_every < _32 and vocab > END:
+        place = (h >> 32) * len(choices) >> 32
+        token = choices[place]
+        if self._end_every and not early and (h & (_32 - 1)) * self._end_every < _32:
             token = END
         else:
-            refused = self._stops if early else (END,)
-            for _ in range(len(refused)):
-                if token not in refused:
+            forbidden = self._early if early else self._forbidden
+            for _ in range(len(forbidden)):
+                if token not in forbidden:
                     break
-                token = (token + 1) % vocab
+                place = (place + 1) % len(choices)
+                token = choices[place]
         self._crc = zlib.crc32(token.to_bytes(4, "little"), self._crc)
         self.count += 1
         logprob = math.log(((h >> 41) + 0.5) / 2**23)

@@ -28,7 +28,7 @@ from enginepool.protocol.messages import (
     Tokenize,
 )
 from enginepool.protocol.ragged import ITEMS, bad, read_rows
-from enginepool.protocol.sampling import GRAMMARS, check_sampling, is_constrained
+from enginepool.protocol.sampling import FEATURES, MASKS, check_sampling, is_constrained
 
 _SIGNATURE = signature(2)
 _OUTPUT = ("output", "output_lengths")
@@ -95,14 +95,13 @@ class GenerateOperation(Operation[GenerateWork]):
 
     def refuse(self, work: GenerateWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
         sampling = work.sampling
-        largest = max([*sampling.stop_token_ids, *map(int, sampling.logit_bias), -1])
-        if largest >= can.vocab:
-            field = "sampling.stop_token_ids" if largest in sampling.stop_token_ids else "sampling.logit_bias"
-            return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
-        for field in (*GRAMMARS, "stop", "stop_regex"):
-            feature = "grammar" if field in GRAMMARS else "stop_text"
-            if getattr(sampling, field) and feature not in can.features:
-                return bad(f"sampling.{field}", f"sampling.{field}: the workers of this group have no {feature}", "")
+        for name in ("stop_token_ids", "logit_bias", *MASKS):
+            largest = max(map(int, getattr(sampling, name) or ()), default=-1)
+            if largest >= can.vocab:
+                field = f"sampling.{name}"
+                return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
+        if wrong := _missing_feature(sampling, can):
+            return wrong
         if work.output_max >= can.vocab:
             return bad("output", f"output: token id {work.output_max} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := refuse_ids(work, can):
@@ -123,6 +122,16 @@ class GenerateOperation(Operation[GenerateWork]):
 
     def tokenize(self, work: GenerateWork, task: TaskId) -> Tokenize:
         return Tokenize(task, work.part.frames, operation=self.name)
+
+
+def _missing_feature(sampling: Sampling, can: Capabilities) -> WireError | None:
+    for name, feature in FEATURES.items():
+        if getattr(sampling, name) and feature not in can.features:
+            return bad(f"sampling.{name}", f"sampling.{name}: the workers of this group have no {feature}", "")
+    if len(set(sampling.disallowed_token_ids or ())) >= can.vocab:
+        text = f"sampling.disallowed_token_ids: all {can.vocab} tokens of the vocabulary; at least one is left"
+        return bad("sampling.disallowed_token_ids", text, str(can.vocab - 1))
+    return None
 
 
 def _read_output(specs: Sequence[FrameSpec], frames: Sequence[Buffer], rows: int) -> tuple[Buffer, ...]:

@@ -18,6 +18,8 @@ MOST_BIAS = 1e20
 MOST_TEMPERATURE = 1e6
 LEAST_REPETITION_PENALTY = 0.01
 _SEEDS = 1 << 63
+#: parameters that the logit processor of this package takes; SGLang does not know them
+PROCESSED = ("allowed_token_ids", "disallowed_token_ids", "temperature_schedule")
 
 
 def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -> None:
@@ -43,14 +45,23 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
     for token, bias in s.logit_bias.items():
         if not (token.isascii() and token.isdigit() and int(token) < can.vocab and abs(bias) <= MOST_BIAS):
             raise EngineError(f"logit_bias: {token!r}: {bias:g}; token ids are 0..{can.vocab - 1}, biases up to ±{MOST_BIAS:g}")
-    if not 0 <= s.temperature <= MOST_TEMPERATURE:
-        raise EngineError(f"temperature: {s.temperature:g} is outside 0..{MOST_TEMPERATURE:g}")
+    schedule = s.temperature_schedule
+    for temperature in (s.temperature,) if schedule is None else (schedule.initial, schedule.final):
+        if not 0 <= temperature <= MOST_TEMPERATURE:
+            field = "temperature" if schedule is None else "temperature_schedule"
+            raise EngineError(f"{field}: {temperature:g} is outside 0..{MOST_TEMPERATURE:g}")
     if s.repetition_penalty < LEAST_REPETITION_PENALTY:
         raise EngineError(f"repetition_penalty: {s.repetition_penalty:g}; at least {LEAST_REPETITION_PENALTY}")
     if s.sampling_seed is not None and not -_SEEDS <= s.sampling_seed < _SEEDS:
         raise EngineError(f"sampling_seed: {s.sampling_seed} has more than 64 bits")
     if deterministic and s.min_p > 0:
         raise EngineError(f"min_p: {s.min_p:g}; an engine with enable_deterministic_inference takes 0")
+    for name in ("allowed_token_ids", "disallowed_token_ids"):
+        ids: list[int] = getattr(s, name) or []
+        if ids and not 0 <= min(ids) <= max(ids) < can.vocab:
+            raise EngineError(f"{name}: a token id is outside 0..{can.vocab - 1}")
+    if len(set(s.disallowed_token_ids or ())) >= can.vocab:
+        raise EngineError(f"disallowed_token_ids: all {can.vocab} tokens of the vocabulary; at least one is left")
     _refuse_unsupported(s, can)
 
 
@@ -60,16 +71,36 @@ def _refuse_unsupported(s: Sampling, can: Capabilities) -> None:
         raise EngineError(f"{grammar}: this engine runs no grammar backend")
     if grammar and s.min_new_tokens:
         raise EngineError(f"min_new_tokens: given with {grammar}, whose text may end before; no token would be allowed then")
+    processed = next((name for name in PROCESSED if getattr(s, name) is not None), "")
+    if processed and "logit_processors" not in can.features:
+        raise EngineError(f"{processed}: this engine runs no logit processors")
+    if grammar and s.masked:
+        raise EngineError(f"{processed}: given with {grammar}; no token may be left that both allow")
 
 
 def sampling_kwargs(task: GenerationTask, vocab: int, sequence: int) -> dict[str, Any]:
     """SGLang's sampling parameters for a sequence of a task. With one seed all sequences would be the same: each has its own,
     one more than the sequence before."""
     s = task.sampling
-    given: Mapping[str, Any] = msgspec.to_builtins(s)
+    given: Mapping[str, Any] = {name: value for name, value in msgspec.to_builtins(s).items() if name not in PROCESSED}
     changed: dict[str, Any] = {"max_new_tokens": s.max_new_tokens}
     if s.top_k >= vocab:
         changed["top_k"] = -1  # SGLang keeps it in 32 bits
     if s.sampling_seed is not None:
         changed["sampling_seed"] = (s.sampling_seed + sequence + _SEEDS) % (2 * _SEEDS) - _SEEDS
+    if params := processor_params(task):
+        changed["custom_params"] = params
     return {**given, **changed}
+
+
+def processor_params(task: GenerationTask) -> dict[str, list[int] | list[float] | int]:
+    """What the logit processor of this package is told of a sequence; nothing: it is not needed."""
+    s = task.sampling
+    params: dict[str, list[int] | list[float] | int] = {}
+    if s.allowed_token_ids:
+        params["allowed"] = sorted(set(s.allowed_token_ids))
+    if s.disallowed_token_ids:
+        params["disallowed"] = sorted(set(s.disallowed_token_ids))
+    if s.temperature_schedule is not None:
+        params |= {"schedule": list(msgspec.structs.astuple(s.temperature_schedule)), "at": task.at}
+    return params

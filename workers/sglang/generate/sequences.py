@@ -34,11 +34,15 @@ class EngineGeneration:
         requests: SGLang's module of request classes.
         capabilities: what the engine can do.
         running: what the engine runs with.
+        processor: the logit processor of this package, as SGLang takes it.
     """
 
-    def __init__(self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running) -> None:
+    def __init__(
+        self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running, processor: str
+    ) -> None:
         self._tm = tokenizer_manager
         self._requests = requests
+        self._processor = processor
         self.messages = SchedulerMessages(tokenizer_manager)
         self.capabilities = capabilities
         settings = running.settings
@@ -64,9 +68,11 @@ class EngineGeneration:
 
     def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> Any:
         """SGLang's stream of answers for one sequence of a task."""
+        params = sampling_kwargs(task, self.capabilities.vocab, sequence)
         request = self._requests.GenerateReqInput(
             input_ids=prompt,
-            sampling_params=sampling_kwargs(task, self.capabilities.vocab, sequence),
+            sampling_params=params,
+            custom_logit_processor=self._processor if "custom_params" in params else None,
             rid=rid,
             stream=True,
             return_logprob=task.logprobs,

@@ -35,6 +35,8 @@ _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer_worker_num": ((1, None), "it does not work in an engine inside a process"),
     "custom_sigquit_handler": ((None,), "the worker needs the signal to learn of the engine's end"),
 }
+#: With these SGLang calls no logit processor for some tokens, or does not say at which position.
+_WITHOUT_PROCESSORS = ("speculative_algorithm", "dllm_algorithm", "enable_mixed_chunk")
 #: the orders of SGLang's queue in which a priority can come first
 _WITH_PRIORITY = ("fcfs", "lof")
 
@@ -66,6 +68,8 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
         "enable_priority_scheduling": settings.options.get("schedule_policy", "fcfs") in _WITH_PRIORITY,
         "log_level": "error",
         "custom_weight_loader": [LOADER],
+        # SGLang refuses both together.
+        "enable_custom_logit_processor": not settings.options.get("enable_watermark"),
     }
     if not grammars:
         defaults["grammar_backend"] = "none"
@@ -105,6 +109,9 @@ def generation_budgets(running: Running) -> Budgets:
 
 def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[str, ...]:
     """What this engine's `generate` has besides tokens, from SGLang's resolved `settings`."""
-    if not tokenizer or settings.get("skip_tokenizer_init"):
-        return ()
-    return ("stop_text",) if settings.get("grammar_backend") in (None, "none") else ("grammar", "stop_text")
+    features: list[str] = []
+    if tokenizer and not settings.get("skip_tokenizer_init"):
+        features = ["stop_text"] if settings.get("grammar_backend") in (None, "none") else ["grammar", "stop_text"]
+    if settings.get("enable_custom_logit_processor") and not any(settings.get(name) for name in _WITHOUT_PROCESSORS):
+        features.append("logit_processors")
+    return tuple(features)

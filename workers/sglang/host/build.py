@@ -1,4 +1,4 @@
-"""What an engine is built from, and how. The only file that imports SGLang."""
+"""What an engine is built from, and how. Of the worker's own process, the only file that imports SGLang."""
 
 import importlib
 import importlib.util
@@ -26,6 +26,8 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 #: SGLang computes the vocabulary for log-probabilities of responses at so many tokens at a time. At 512 that takes no more
 #: memory than the last tokens of the rows in flight take in any forward; SGLang's own 2048 would take four times as much.
 PIECE_VARIABLE, PIECE_ROWS = "SGLANG_LOGPROB_CHUNK_SIZE", 512
+#: A module that imports SGLang at once.
+PROCESSOR = "enginepool.workers.sglang.generate.logit_processor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ class PreparedEngine:
     """An engine that is ready to be built.
 
     build: starts its processes, blocks for as long as that takes and returns the `sglang.Engine`; settings: with
-    its device; requests: SGLang's module of request classes; version: SGLang's.
+    its device; requests: SGLang's module of request classes; version: SGLang's; processor: our logit processor, as SGLang takes
+    it.
     """
 
     build: Callable[[], Any]
     settings: EngineSettings
     requests: Any
     version: str
+    processor: str
 
 
 def prepare(settings: EngineSettings) -> PreparedEngine:
@@ -92,7 +96,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
     engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
-    return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version)
+    processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
+    return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version, processor.to_str())
 
 
 def _resolved(device: str) -> str:

@@ -102,7 +102,7 @@ class SglangEngine:
             if entries is not None:
                 work = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
             else:
-                work = EngineGeneration(self._tm, prepared.requests, capabilities, running)
+                work = EngineGeneration(self._tm, prepared.requests, capabilities, running, prepared.processor)
             ranks = prepared.settings.options.get("tp_size") or 1
             self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, work.forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.

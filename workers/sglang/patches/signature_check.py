@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from enginepool.workers.sglang.host.settings import SettingsError
-from enginepool.workers.sglang.patches.table import FLASHINFER, PRIVATE, TESTED, Private
+from enginepool.workers.sglang.patches.private_name import TESTED, Private
+from enginepool.workers.sglang.patches.table import FLASHINFER, PRIVATE
 
 
 def refuse_unknown(version: str, private: Iterable[Private] = PRIVATE, *, flashinfer: bool) -> None:

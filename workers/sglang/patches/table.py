@@ -5,11 +5,8 @@ SGLang against this table before a model is loaded, so that a changed function i
 wrong score or as an engine that ends. A test reads the same table: it fails when a name of SGLang is used that is not here.
 """
 
-from dataclasses import dataclass
-from typing import Literal, cast
-
-#: the versions that all of this was tested with
-TESTED = "0.5.17 to 0.5.23"
+from enginepool.workers.sglang.patches.private_name import Private
+from enginepool.workers.sglang.patches.private_name import private as _private
 
 ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -31,47 +28,10 @@ LOADER = "sglang.srt.model_loader.loader"
 SETTINGS = "sglang.srt.server_args"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 MODEL = "sglang.srt.configs.model_config"
+PROCESSORS = "sglang.srt.sampling.custom_logit_processor"
 GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
-
-
-How = Literal["replaced", "called", "read", "added"]
-
-
-@dataclass(frozen=True, slots=True)
-class Private:
-    """One private name of SGLang.
-
-    file: the file here that uses it.
-    module, name: where SGLang has it; `Class.name` is a method, or an attribute of the class or of its instances.
-    how: `replaced` by ours, `called`, or `read`; `added` is a name that is set on an object of SGLang.
-    why: what it is used for.
-    signatures: the names of its parameters in each tested version; `...` at the end stands for any further ones, which are
-        handed on. None at all: it is a class, or data.
-    optional: versions that lack it are supported, too.
-    """
-
-    file: str
-    module: str
-    name: str
-    how: How
-    why: str
-    signatures: tuple[str, ...] = ()
-    optional: bool = False
-    versions: str = TESTED
-
-
-def _private(file: str, module: str, *rows: tuple[str, ...], optional: bool = False, versions: str = TESTED) -> list[Private]:
-    """Rows of (name, how, why, signatures ...); a name `Class.a b c` stands for several attributes."""
-    found: list[Private] = []
-    for names, how, why, *signatures in rows:
-        first, *others = names.split()
-        owner = first.rpartition(".")[0]
-        for name in (first, *(f"{owner}.{other}" for other in others)):
-            found.append(Private(file, module, name, cast(How, how), why, tuple(signatures), optional, versions))
-    return found
-
 
 # fmt: off
 PRIVATE: tuple[Private, ...] = (
@@ -156,6 +116,13 @@ PRIVATE: tuple[Private, ...] = (
         ),
     ),
     *_private("generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
+    *_private(
+        "generate/logit_processor.py", PROCESSORS,
+        ("CustomLogitProcessor", "called", "the form in which SGLang takes a class"),
+        ("DisallowedTokensLogitsProcessor.__call__", "called", "a mask of tokens", "self, logits, custom_param_list"),
+    ),
+    *_private("host/build.py", PROCESSORS, ("CustomLogitProcessor.to_str", "called", "names a class of ours to SGLang", "")),
+    *_private("generate/logit_processor.py", BATCH, ("Req.decode_batch_idx output_ids", "read", "the position of a token")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
     *_private("operations/logprobs.py", REQUESTS, ("GenerateReqInput", "called", "log-probabilities of responses")),
     *_private(
