@@ -391,7 +391,7 @@ def test_a_configuration_with_a_mistake_is_one_line_that_names_it(config: str, s
         ("score pyproject.toml pyproject.toml", 2, "pyproject.toml: answers go to a file of their own"),
         ("score pyproject.toml /none/out.jsonl", 2, "/none: no such directory"),
         ("score pyproject.toml out.jsonl --label-token-ids yes,no", 2, "--label-token-ids = 'yes,no': write token ids"),
-        ("score pyproject.toml out.jsonl --labels 5", 2, "no such option: --labels (possible options: --label-token-ids"),
+        ("score pyproject.toml out.jsonl --label 5", 2, "no such option: --label (possible options: --help, --labels)"),
         ("ready --timeout soon", 2, "invalid value for '--timeout'"),
         ("weights publish folder", 2, "missing option '--version'"),
         ("tiny-model pyproject.toml", 2, "pyproject.toml: a file stands there; name a new directory"),
@@ -410,7 +410,8 @@ def test_a_line_for_score_with_a_mistake_says_what_to_write(daemon: Daemon, tmp_
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = [{"role": "user", "content": "Good day!"}]
     lines: list[tuple[dict[str, object], str]] = [
-        ({"query": [1], "items": [[2]], "labels": [3]}, "unknown key labels; did you mean label_token_ids?"),
+        ({"query": [1], "items": [[2]], "labels": [3]}, "labels[0]: a whole number; must be a string"),
+        ({"query": [1], "items": [[2]], "label_ids": [3]}, "unknown key label_ids; did you mean label_token_ids?"),
         ({"query": chat, "items": ["a"]}, "chat messages: apply the chat template first"),
         ({"query": "a", "items": [chat]}, "chat messages: apply the chat template first"),
         ({"query": [1], "items": ["a"]}, "items[0]: text; the query is token ids"),
