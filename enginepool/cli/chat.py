@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from unicodedata import category
 
 import typer
@@ -135,8 +135,8 @@ class Conversation:
 def reason(error: Exception) -> str:
     """An error of `openai` in one line."""
     body: Any = getattr(error, "body", None)
-    named = isinstance(body, dict) and "message" in body
-    text = str(body["message"] if named else error.__cause__ or error)
+    named = cast("dict[str, Any]", body if isinstance(body, dict) else {}).get("message")
+    text = str(named or error.__cause__ or error)
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""SGLang's sampling parameters, as it has settled them for one sequence, as options of `Pool.generate`. Pure."""
+"""SGLang's sampling parameters, as it has settled them for a prompt, as options of `Pool.generate`. Pure."""
 
 from typing import Any
 
@@ -16,6 +16,8 @@ _SAME = (
     "min_new_tokens",
     "ignore_eos",
     "logit_bias",
+    "sampling_seed",
+    "n",
     "json_schema",
     "regex",
     "ebnf",
@@ -23,15 +25,14 @@ _SAME = (
 )
 
 
-def pool_options(params: Any, prompt: int, context: int, sample: int) -> dict[str, Any]:
-    """The options for a sequence.
+def pool_options(params: Any, prompt: int, context: int) -> dict[str, Any]:
+    """The options for a prompt.
 
     Args:
         params: SGLang's `SamplingParams`, normalized: its `stop_strs` and `stop_regex_strs` are lists.
         prompt: tokens of its prompt.
         context: tokens that engines take, prompt and output together; where the request has no `max_tokens`, a sequence may
             have all that are left.
-        sample: its place among the samples of one prompt; with one seed for all of them, they would be the same.
     """
     options = {name: getattr(params, name) for name in _SAME}
     options["top_k"] = -1 if params.top_k >= _WHOLE else params.top_k
@@ -40,5 +41,4 @@ def pool_options(params: Any, prompt: int, context: int, sample: int) -> dict[st
     options["stop_token_ids"] = sorted(params.stop_token_ids or ())
     most = params.max_new_tokens
     options["max_new_tokens"] = max(1, min(context - prompt, MAX_NEW_TOKENS)) if most is None else most
-    options["sampling_seed"] = None if params.sampling_seed is None else params.sampling_seed + sample
     return options

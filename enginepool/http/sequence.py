@@ -4,6 +4,7 @@ Which tokens the detokenizer needs for a text, and when a text may be the beginn
 says.
 """
 
+import asyncio
 import importlib
 from array import array
 from collections.abc import Sequence
@@ -39,11 +40,14 @@ class PoolSequence(_schedule.Req):
         self.origin_input_ids_unpadded = array("q", request.input_ids)
         self.output_ids = array("q")
         self.surr_offset = self.read_offset = self.finished_len = None
+        #: set once SGLang waits for its answers
+        self.awaited = asyncio.Event()
         #: of the prompt, those that the engine had in its cache; known at the end
         self.cached_tokens = 0
         self._logprobs: list[float] | None = [] if request.return_logprob else None
         #: tokens that were reported, and ids that the detokenizer has
         self._reported = self._decoded = 0
+        self._over = False
         #: [version, tokens] of the weights that computed them
         self._spans: list[list[int]] = []
 
@@ -56,6 +60,11 @@ class PoolSequence(_schedule.Req):
             self._spans[-1][1] += len(token_ids)
         elif len(token_ids):
             self._spans.append([version, len(token_ids)])
+
+    @property
+    def has_ended(self) -> bool:
+        """It was reported as finished."""
+        return self._over
 
     @property
     def version(self) -> int | None:
@@ -101,6 +110,7 @@ class PoolSequence(_schedule.Req):
                 "output_token_logprobs_idx": [new.tolist()],
             }
         self._reported, self._decoded = total, len(ids)
+        self._over = finished is not None
         return _OUTPUT(**(_ABSENT | {name: value for name, value in known.items() if name in _FIELDS}))
 
     def _version_spans(self) -> list[Any] | None:

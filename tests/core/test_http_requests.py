@@ -74,17 +74,19 @@ def settled(**given: Any) -> Any:
         "temperature": 1.0, "top_p": 1.0, "top_k": 1 << 30, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
         "repetition_penalty": 1.0, "min_new_tokens": 0, "ignore_eos": False, "logit_bias": None, "sampling_seed": None,
         "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None, "stop_strs": [], "stop_regex_strs": [],
-        "stop_token_ids": None, "max_new_tokens": None,
+        "stop_token_ids": None, "max_new_tokens": None, "n": 1,
     }  # fmt: skip
     return SimpleNamespace(**own | given)
 
 
 def test_sampling_parameters_become_options_of_the_pool() -> None:
-    plain = pool_options(settled(), 10, 4096, 0)
+    plain = pool_options(settled(), 10, 4096)
     assert (plain["top_k"], plain["max_new_tokens"], plain["sampling_seed"], plain["stop"]) == (-1, 4086, None, [])
-    given = settled(top_k=1, max_new_tokens=7, sampling_seed=5, stop_strs=["a"], stop_regex_strs=["b+"], stop_token_ids={9, 3})
-    found = pool_options(given, 10, 4096, 2)
-    assert (found["top_k"], found["max_new_tokens"], found["sampling_seed"]) == (1, 7, 7)
+    given = settled(
+        top_k=1, n=3, max_new_tokens=7, sampling_seed=5, stop_strs=["a"], stop_regex_strs=["b+"], stop_token_ids={9, 3}
+    )
+    found = pool_options(given, 10, 4096)
+    assert (found["top_k"], found["max_new_tokens"], found["sampling_seed"], found["n"]) == (1, 7, 5, 3)
     assert (found["stop"], found["stop_regex"], found["stop_token_ids"]) == (["a"], ["b+"], [3, 9])
 
 

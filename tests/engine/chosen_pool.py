@@ -27,6 +27,7 @@ class ChosenPool:
         asked: the options of each call.
         taken: tokens that were taken of all streams.
         cancelled: calls that were taken back.
+        begun: the place in `texts` of the next sequence.
         hold: while it is cleared, no sequence goes on after its first token.
     """
 
@@ -41,7 +42,7 @@ class ChosenPool:
         self.texts = list(texts) or [""]
         self.matched, self.failure, self.before = matched, failure, before
         self.asked: list[dict[str, Any]] = []
-        self.taken = self.cancelled = 0
+        self.taken = self.cancelled = self.begun = 0
         self.hold = asyncio.Event()
         self.hold.set()
 
@@ -53,18 +54,22 @@ class ChosenPool:
     async def ready(self, timeout: float | None = None, *, group: str = "") -> StatusReport:  # noqa: ASYNC109
         return await self.status()
 
-    def next_sequence(self, options: dict[str, Any]) -> Generation:
-        ids = np.array(self.encode(self.texts[len(self.asked) % len(self.texts)]), np.int32)
+    def next_sequences(self, options: dict[str, Any]) -> list[Generation]:
+        found = [self.sequence(text, options) for text in (self.texts * options["n"])[self.begun :][: options["n"]]]
+        self.begun = (self.begun + options["n"]) % len(self.texts)
         self.asked.append(options)
+        return found
+
+    def sequence(self, text: str, options: dict[str, Any]) -> Generation:
+        ids = np.array(self.encode(text), np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         first = max(len(ids) - NEW, 0)
         spans = tuple((version, count) for version, count in ((3, first), (4, len(ids) - first)) if count)
-        return Generation(
-            ids, logprobs if options["logprobs"] else None, "length" if self.matched is None else "stop", self.matched, spans
-        )
+        reason = "length" if self.matched is None else "stop"
+        return Generation(ids, logprobs if options["logprobs"] else None, reason, self.matched, spans)
 
     async def generate(self, prompts: Any, **options: Any) -> Generations:
-        found = self.next_sequence({"prompts": [row.tolist() for row in prompts], **options})
+        found = self.next_sequences({"prompts": [row.tolist() for row in prompts], **options})
         if self.failure is not None:
             raise self.failure
         try:
@@ -75,34 +80,38 @@ class ChosenPool:
         return whole(found)
 
     def stream(self, prompt: Any, **options: Any) -> "ChosenStream":
-        return ChosenStream(self, self.next_sequence({"prompts": [prompt.tolist()], **options}))
+        return ChosenStream(self, self.next_sequences({"prompts": [prompt.tolist()], **options}))
 
 
 class ChosenStream:
-    """One token in each chunk."""
+    """One token in each chunk, of each sequence in turn."""
 
-    def __init__(self, pool: ChosenPool, found: Generation) -> None:
+    def __init__(self, pool: ChosenPool, found: list[Generation]) -> None:
         self._pool, self._found = pool, found
-        self._at = 0
+        self._left = [
+            (at, number) for at in range(max(map(len, (one.token_ids for one in found)))) for number in range(len(found))
+        ]
+        self._left = [(at, number) for at, number in self._left if at < len(found[number].token_ids)]
         self._over = False
 
     async def next_chunk(self) -> TokenChunk | None:
         await asyncio.sleep(0)
-        if self._pool.failure is not None and self._at == self._pool.before:
-            self._over = True
-            raise self._pool.failure
-        ids, at = self._found.token_ids, self._at
-        if at == len(ids):
+        if not self._left:
             self._over = True
             return None
+        at, number = self._left.pop(0)
+        if self._pool.failure is not None and at == self._pool.before:
+            self._over = True
+            raise self._pool.failure
         if at:
             await self._pool.hold.wait()
-        self._at += 1
         self._pool.taken += 1
-        last = self._at == len(ids)
+        found = self._found[number]
+        ids, logprobs = found.token_ids, found.logprobs
+        last = at + 1 == len(ids)
         return TokenChunk(
-            0, ids[at : at + 1], None if self._found.logprobs is None else self._found.logprobs[at : at + 1],
-            3 if at < len(ids) - NEW else 4, self._found.finish_reason if last else "", self._found.matched if last else None,
+            number, ids[at : at + 1], None if logprobs is None else logprobs[at : at + 1],
+            3 if at < len(ids) - NEW else 4, found.finish_reason if last else "", found.matched if last else None,
         )  # fmt: skip
 
     async def result(self) -> Generations:
@@ -112,9 +121,10 @@ class ChosenStream:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if not self._over and self._at < len(self._found.token_ids):
+        if not self._over and self._left:
             self._pool.cancelled += 1
 
 
-def whole(found: Generation) -> Generations:
-    return Generations(((found,),), 4, TokenUsage(1, 0, len(found.token_ids), CACHED), RequestTimings(0.0, 0.0))
+def whole(found: list[Generation]) -> Generations:
+    usage = TokenUsage(len(found), 0, sum(len(one.token_ids) for one in found), CACHED)
+    return Generations((tuple(found),), 4, usage, RequestTimings(0.0, 0.0))

@@ -76,12 +76,17 @@ class Scenes:
         said = found.choices[0].logprobs.content
         assert [one.logprob for one in said] == [-1.0 - at for at in range(len(tokens[0]))]
         assert found.metadata["weight_version"] == "4"
-        assert [asked["sampling_seed"] for asked in self.pool.asked] == [5, 6]
-        assert {asked["priority"] for asked in self.pool.asked} == {7}
-        assert all(8 < asked["timeout"] <= 9 for asked in self.pool.asked)
+        [asked] = self.pool.asked
+        assert (asked["n"], asked["sampling_seed"], asked["priority"], 8 < asked["timeout"] <= 9) == (2, 5, 7, True)
         self.pool.reset(TEXT)
-        last = (await self.streamed(n=2, stream_options={"include_usage": True}))[-1]
-        assert (last.usage.completion_tokens, last.usage.prompt_tokens_details.cached_tokens) == (2 * len(tokens[0]), CACHED)
+        last = (await self.streamed(stream_options={"include_usage": True}))[-1]
+        assert (last.usage.completion_tokens, last.usage.prompt_tokens_details.cached_tokens) == (len(tokens[0]), CACHED)
+        self.pool.reset(TEXT, "No")
+        chunks = await self.streamed(n=2, stream_options={"include_usage": True})
+        assert len(self.pool.asked) == 1 and chunks[-1].usage.completion_tokens == sum(map(len, tokens))
+        for number, text in enumerate((TEXT, "No")):
+            deltas = [chunk.choices[0].delta for chunk in chunks[:-1] if chunk.choices[0].index == number]
+            assert "".join(delta.content or "" for delta in deltas) == text
 
     async def calls_of_tools_are_parsed_also_in_a_stream(self) -> None:
         call = '{"name": "weather", "arguments": {"city": "Rome"}}'
@@ -184,10 +189,10 @@ class Scenes:
         async with stream:
             async for _ in stream:
                 break
-        await self.until(lambda: self.pool.cancelled == 3)
+        await self.until(lambda: self.pool.cancelled == 1)
         self.pool.cancelled = 0
         call = asyncio.create_task(self.ask())
-        await self.until(lambda: len(self.pool.asked) == 4)
+        await self.until(lambda: len(self.pool.asked) == 2)
         call.cancel()
         await self.until(lambda: self.pool.cancelled == 1 and call.done())
 
@@ -232,7 +237,7 @@ async def play() -> None:
             try:
                 async with asyncio.timeout(60):
                     await scene()
-                await all_.until(lambda: not all_.manager.rid_to_state and not all_.manager._calls)
+                await all_.until(lambda: not all_.manager.rid_to_state and not all_.manager._samples)
             except Exception:
                 say(name, traceback.format_exc())
             else:
