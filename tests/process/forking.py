@@ -133,6 +133,7 @@ class ForkedProcess:
                 | {number: _Descriptor(number) for number in pass_fds},
                 start_new_session,
                 preexec_fn,
+                signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
             )
             self._process = server(preloaded).Process(target=program.run)
             self._process.start()
@@ -202,10 +203,13 @@ class _Program:
     descriptors: dict[int, Any]
     leads_session: bool
     prepare: Callable[[], None] | None
+    ignores_hangups: bool
 
     def run(self) -> NoReturn:
         if self.leads_session:
             os.setsid()
+        # The server may have been started by a test that ignored them.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if self.ignores_hangups else signal.SIG_DFL)
         # None has a number that another one is to have.
         copies = {number: fcntl(copy, F_DUPFD_CLOEXEC, _HIGH) for number, copy in self.descriptors.items()}
         for copy in self.descriptors.values():
