@@ -104,6 +104,8 @@ def check_worker(worker: Worker) -> None:
     batches = worker.batches.values()
     assert worker.cost == sum([b.cost for b in batches]), worker
     assert worker.rows == sum([b.rows for b in batches]), worker
+    generating = [b.slices[0][0].priority for b in batches if b.slices[0][0].generation is not None]
+    assert worker.priorities == {priority: generating.count(priority) for priority in generating}, worker
     assert (worker.stamp != 0) == worker.open, (worker, worker.stamp)
     if worker.pace is not None:
         check_cost_model(worker.pace)

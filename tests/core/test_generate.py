@@ -156,7 +156,7 @@ def test_a_worker_is_given_no_more_than_it_runs_at_once_and_the_rest_waits_by_pr
     pool = GeneratingPool()
     client = pool.client()
     link = pool.worker(can=CAN)
-    pool.submit(client, 1, generate(*[3] * 8))
+    pool.submit(client, 1, generate(*[3] * 8), priority=5)
     pool.submit(client, 2, generate(5))
     pool.submit(client, 3, generate(7), priority=5)
     tasks = pool.tasks()

@@ -29,7 +29,7 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
-from enginepool.coordinator.requests.generations import credit
+from enginepool.coordinator.requests.generations import credit, make_room
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.weights.inspection import inspect_weights
@@ -46,6 +46,8 @@ from enginepool.protocol.messages.weights import Joined, Prepared, Restored, Sta
 WATCH_S = 0.25
 #: a check of the deadlines that is later than this was delayed by the coordinator itself
 STALL_S = 1.0
+#: times that a turn makes room for a more urgent generation at most; others wait for the next turn
+PREEMPTIONS = 256
 
 
 class Machine:
@@ -134,6 +136,10 @@ class Machine:
             group.woken = False
             if not group.on_hold:
                 pump(core, group)
+                for _ in range(PREEMPTIONS):
+                    if group.blocked is None or not make_room(self.requests, group):
+                        break
+                    pump(core, group)
         core.woken.clear()
         if core.draining:
             self._draining()

@@ -179,6 +179,8 @@ def start_batch(batch: RunningBatch) -> None:
     worker.batches[batch.id] = batch
     worker.cost += batch.cost
     worker.rows += batch.rows
+    if (request := batch.slices[0][0]).generation is not None:
+        worker.priorities[request.priority] = worker.priorities.get(request.priority, 0) + 1
     if not batch.trial:
         worker.routing.moved(worker)
 
@@ -194,6 +196,10 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
         break
     worker.cost -= batch.cost
     worker.rows -= batch.rows
+    if (request := batch.slices[0][0]).generation is not None:
+        worker.priorities[request.priority] -= 1
+        if not worker.priorities[request.priority]:
+            del worker.priorities[request.priority]
     if batch.trial:
         _end_trial(core, worker)
     elif worker.state is WorkerState.LATE:

@@ -24,9 +24,9 @@ class Worker:
     __slots__ = (
         "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
         "epoch_confirmed", "group",
-        "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "order", "pace", "pid",
-        "prompt_tokens", "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
-        "version",
+        "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "order", "pace", "pid", "priorities",
+        "prompt_tokens", "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state",
+        "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -70,6 +70,8 @@ class Worker:
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
+        #: by priority: how many of `batches` are tasks that generate
+        self.priorities: dict[int, int] = {}
         #: text requests that it has, in the order in which it got them and tokenizes them, and when each must be done: that of
         #: the first one counts
         self.texts: OrderedDict[TaskId, tuple[Request, float]] = OrderedDict()

@@ -10,6 +10,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
@@ -17,6 +18,8 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.stream_messages import StreamMessages
 from enginepool.coordinator.scheduling.generation_slots import prompt_length, remember
+from enginepool.coordinator.scheduling.preemption import to_preempt
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
     Generated,
@@ -232,6 +235,17 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
     elif ranges or (request.state == QUEUED and request.lane is not request.queue):
         # What waited before waits as a suspect now, also if nothing comes back.
         requests.put_back(request, ranges)
+
+
+def make_room(requests: StreamRequests, group: Group) -> bool:
+    """Generations stop where the head of the queue is more urgent and has no slot. Returns whether it has one now."""
+    lane, worker = group.queue.head(PLAIN), group.routing.least()
+    tasks = to_preempt(lane, worker) if lane is not None and worker is not None else []
+    for batch in tasks:
+        end_batch(requests.core, batch)
+        interrupted(requests, batch, lost=False)
+    stop_tasks(requests.core, tasks)
+    return bool(tasks)
 
 
 def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
