@@ -2,14 +2,14 @@
 sequences of a final answer."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import FrameSpec, Generated, SequenceEnd, Tokens
+from enginepool.protocol.messages import FrameSpec, Generate, Generated, SequenceEnd, Tokens
 
 
 class GeneratedSequence:
@@ -22,7 +22,7 @@ class GeneratedSequence:
         self.tokens = array("i", bytes(brought))
         #: tokens that the request brought along
         self.start = len(self.tokens)
-        #: of the tokens from `start` on; empty unless the request asks for them
+        #: of the tokens from `start` on; empty unless the request asks for them. With `top_logprobs`: their columns.
         self.logprobs = array("f")
         #: [version, count] of the tokens from `start` on
         self.spans: list[list[int]] = []
@@ -47,7 +47,7 @@ class GeneratedSequence:
 
 class AnsweredSequence(NamedTuple):
     """What a final answer says of one sequence: its tokens from position `start` on, as bytes of int32; as many `logprobs`, as
-    bytes of float32, or none; the spans of these tokens; and its end."""
+    bytes of float32, or none (with `top_logprobs`: their columns); the spans of these tokens; and its end."""
 
     start: int
     tokens: Buffer
@@ -70,6 +70,58 @@ def brought_tokens(output: Sequence[Buffer], rows: int) -> Iterator[memoryview]:
         first += length
 
 
+def join_columns(logprobs: Buffer, top_ids: Buffer, top_logprobs: Buffer, top: int) -> bytes:
+    """The columns of tokens: for each its logprob, `top` ids, and as many logprobs, of 32 bits each."""
+    chosen, ids, values = (array("i", bytes(part)) for part in (logprobs, top_ids, top_logprobs))
+    width = 1 + 2 * top
+    table = array("i", bytes(4 * width * len(chosen)))
+    table[::width] = chosen
+    for i in range(top):
+        table[1 + i :: width], table[1 + top + i :: width] = ids[i::top], values[i::top]
+    return table.tobytes()
+
+
+def split_columns(columns: Buffer, top: int) -> list[Buffer]:
+    """Logprobs, and with `top` the ids and the logprobs of the most probable tokens: the frames of `columns`."""
+    if not top:
+        return [columns]
+    table, width = array("i", bytes(columns)), 1 + 2 * top
+    logprobs = table[::width]
+    ids, values = (array("i", bytes(4 * top * len(logprobs))) for _ in range(2))
+    for i in range(top):
+        ids[i::top], values[i::top] = table[1 + i :: width], table[1 + top + i :: width]
+    return [logprobs.tobytes(), ids.tobytes(), values.tobytes()]
+
+
+def column_specs(total: int, logprobs: bool, top: int) -> list[FrameSpec]:
+    """The frames of so many tokens, besides their ids."""
+    specs = [FrameSpec("logprobs", "float32", (total,))] if logprobs else []
+    if top:
+        specs += [FrameSpec("top_ids", "int32", (total, top)), FrameSpec("top_logprobs", "float32", (total, top))]
+    return specs
+
+
+def prompt_specs(prompts: Sequence[Sequence[int]]) -> list[FrameSpec]:
+    """The frame with the log-probabilities of these prompts, the last number of each of which is its tokens."""
+    return [FrameSpec("prompt_logprobs", "float32", (sum(prompt[-1] for prompt in prompts),))] if prompts else []
+
+
+def token_width(specs: Sequence[FrameSpec], total: int, prompts: Sequence[Sequence[int]]) -> int:
+    """Elements that each token has besides its id, in frames of so many tokens, with those of prompts.
+
+    Raises:
+        WireError: `malformed`: they are not as long, or not of these names and types.
+    """
+    if min([prompt[-1] for prompt in prompts], default=1) < 1:
+        raise _malformed("prompts", f"{[list(prompt) for prompt in prompts]}; each has at least 1 token")
+    tokens, last = FrameSpec("tokens", "int32", (total,)), prompt_specs(prompts)
+    top = specs[2].shape[-1] if len(specs) > 3 and len(specs[2].shape) == 2 else 0
+    for logprobs, k in ((False, 0), (True, 0), (True, top)):
+        if list(specs) == [tokens, *column_specs(total, logprobs, k), *last]:
+            return logprobs + 2 * k
+    raise _malformed("frames", f"{msgspec.to_builtins(specs)} for {total} tokens")
+
+
 def check_tokens(message: Tokens) -> None:
     """Hold the frames of tokens to their runs.
 
@@ -79,22 +131,30 @@ def check_tokens(message: Tokens) -> None:
     counts = [run.count for run in message.runs]
     if min(counts, default=1) < 1:
         raise _malformed("runs", f"a run of {min(counts)} tokens; at least 1")
-    specs = [FrameSpec("tokens", "int32", (sum(counts),)), FrameSpec("logprobs", "float32", (sum(counts),))]
-    if list(message.frames) not in (specs[:1], specs):
-        raise _malformed("frames", f"{msgspec.to_builtins(message.frames)} for {sum(counts)} tokens")
+    token_width(message.frames, sum(counts), message.prompts)
 
 
-def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, logprobs: bool) -> list[AnsweredSequence]:
+def read_columns(specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> tuple[Buffer, int]:
+    """(columns, `top_logprobs`) of the frames of `tokens` or `progress`, which fit their header. The columns are the logprobs
+    alone where `top_logprobs` is 0, and empty without logprobs."""
+    if len(specs) > 3 and specs[2].name == "top_ids":
+        top = specs[2].shape[1]
+        return join_columns(frames[1], frames[2], frames[3], top), top
+    return frames[1] if len(specs) > 1 and specs[1].name == "logprobs" else b"", 0
+
+
+def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, asked: Generate) -> list[AnsweredSequence]:
     """The sequences of an answer to a request for so many; its frames have the lengths that its header says.
 
     Raises:
         WireError: `malformed`: it does not answer such a request.
     """
-    specs = answer.frames
+    specs, logprobs, top = answer.frames, asked.logprobs, asked.top_logprobs
     total = specs[0].shape[0] if specs and specs[0].shape else 0
-    expected = [FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (rows,))]
-    if logprobs:
-        expected.append(FrameSpec("logprobs", "float32", (total,)))
+    expected = [
+        FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (rows,)),
+        *column_specs(total, logprobs, top), *prompt_specs(answer.prompts),
+    ]  # fmt: skip
     if list(specs) != expected:
         raise _malformed("frames", f"{msgspec.to_builtins(specs)} instead of {msgspec.to_builtins(expected)}")
     lengths = memoryview(frames[1]).cast("B").cast("I")
@@ -108,30 +168,54 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, logpr
         raise _malformed("ended", f"{len(answer.ended)} ends for {rows} sequences; one each")
     if len(answer.spans) != rows:
         raise _malformed("spans", f"of {len(answer.spans)} sequences; {rows} were asked for")
-    tokens, chances = memoryview(frames[0]).cast("B"), memoryview(frames[2] if logprobs else b"").cast("B")
+    columns = (join_columns(frames[2], frames[3], frames[4], top) if top else frames[2]) if logprobs else b""
+    tokens, chances, width = memoryview(frames[0]).cast("B"), memoryview(columns).cast("B"), 4 * asked.width
     sequences: list[AnsweredSequence] = []
     first = 0
     for number, (start, length, spans) in enumerate(zip(starts, lengths, answer.spans, strict=True)):
         if sum(count for _, count in spans) != length or any(count < 1 for _, count in spans):
             raise _malformed(f"spans[{number}]", f"{spans} for {length} tokens")
         part = slice(4 * first, 4 * (first + length))
-        sequences.append(AnsweredSequence(start, tokens[part], chances[part], spans, ends[number]))
+        here = chances[width * first : width * (first + length)]
+        sequences.append(AnsweredSequence(start, tokens[part], here, spans, ends[number]))
         first += length
     return sequences
 
 
+def read_prompts(answer: Generated, frames: Sequence[Buffer], asked: Generate) -> dict[int, Buffer]:
+    """By the number of a prompt, the log-probabilities in an answer whose frames `read_generated` has checked.
+
+    Raises:
+        WireError: `malformed`: it has none to this request.
+    """
+    numbers = [number for number, _ in answer.prompts]
+    prompts = asked.frames[1].shape[0] if asked.prompt_logprobs else 0
+    if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(prompts)) or any(n < 1 for _, n in answer.prompts):
+        raise _malformed("prompts", f"{answer.prompts}; each of {prompts} prompts at most once, with its tokens")
+    found: dict[int, Buffer] = {}
+    first = 0
+    for number, count in answer.prompts:
+        found[number] = memoryview(frames[-1]).cast("B")[4 * first : 4 * (first + count)]
+        first += count
+    return found
+
+
 def write_generated(
-    answer: Generated, sequences: Sequence[AnsweredSequence], logprobs: bool
+    answer: Generated, sequences: Sequence[AnsweredSequence], logprobs: bool, top: int, prompts: Mapping[int, Buffer]
 ) -> tuple[Generated, Sequence[Buffer]]:
-    """`answer` with these sequences instead of its own, and its frames. Its version is the highest that computed one of their
-    tokens; without tokens it stays what it was."""
+    """`answer` with these sequences and log-probabilities of prompts instead of its own, and its frames. Its version is the
+    highest that computed one of their tokens; without tokens it stays what it was."""
     lengths = array("I", [len(sequence.tokens) // 4 for sequence in sequences])
     total = sum(lengths)
     frames: list[Buffer] = [b"".join(sequence.tokens for sequence in sequences), lengths.tobytes()]
     specs = [FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (len(lengths),))]
     if logprobs:
-        frames.append(b"".join(sequence.logprobs for sequence in sequences))
-        specs.append(FrameSpec("logprobs", "float32", (total,)))
+        frames += split_columns(b"".join(sequence.logprobs for sequence in sequences), top)
+        specs += column_specs(total, logprobs, top)
+    known = [(number, len(prompts[number]) // 4) for number in sorted(prompts)]
+    if known:
+        frames.append(b"".join(prompts[number] for number, _ in known))
+        specs += prompt_specs(known)
     starts = [sequence.start for sequence in sequences]
     whole = msgspec.structs.replace(
         answer,
@@ -140,6 +224,7 @@ def write_generated(
         spans=[list(sequence.spans) for sequence in sequences],
         starts=starts if any(starts) else [],
         frames=specs,
+        prompts=known,
     )
     return whole, frames
 

@@ -11,6 +11,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.messages import (
     MAX_SEQUENCES,
+    MAX_TOP_LOGPROBS,
     Batch,
     Done,
     FrameSpec,
@@ -147,8 +148,15 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
             f"generation {start.task}: n = {start.n}, at = {start.at}, max_new_tokens = {start.sampling.max_new_tokens};"
             f" expected n in 1..{MAX_SEQUENCES}, at 0 or more, max_new_tokens 1 or more",
         )
+    wanted = start.prompt_logprobs
+    if not 0 <= start.top_logprobs <= MAX_TOP_LOGPROBS or not 0 <= wanted <= len(frames[0]) // 4:
+        raise WireError(
+            "malformed",
+            f"generation {start.task}: top_logprobs = {start.top_logprobs}, prompt_logprobs = {wanted};"
+            f" expected top_logprobs in 0..{MAX_TOP_LOGPROBS}, prompt_logprobs in 0..{len(frames[0]) // 4}",
+        )
     prompt = np.frombuffer(frames[0], np.int32)
-    return GenerationTask(prompt, start.sampling, start.n, start.logprobs, start.priority, start.at)
+    return GenerationTask(prompt, start.sampling, start.n, start.logprobs, start.priority, start.at, start.top_logprobs, wanted)
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:

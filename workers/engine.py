@@ -39,15 +39,6 @@ class EngineDied(Exception):
     """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
 
 
-#: how Python, torch, and CUDA's libraries say that a forward needs more memory than there is
-_OUT_OF_MEMORY = ("MemoryError", "CUDA error: out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
-
-
-def ran_out_of_memory(reason: str) -> bool:
-    """Whether an engine that ended with these words died of a batch that was too large for its memory."""
-    return any(mark in reason for mark in _OUT_OF_MEMORY)
-
-
 class EngineUnusable(EngineDied):
     """The engine can never start like this: no such model, settings that it refuses. Starting again cannot help."""
 
@@ -128,7 +119,9 @@ class GenerationTask:
     """A prompt to continue. prompt: int32 [tokens]; n: sequences; priority: larger runs first, where the engine has to choose.
 
     sampling: `max_new_tokens` counts from the end of the prompt; sequence i is drawn with `sampling_seed` + i.
-    logprobs: each token has the logarithm of its probability. at: position of the first token in the output.
+    logprobs: each token has the logarithm of its probability. at: position of the first token in the
+    output. top_logprobs: and so many of the most probable tokens have one, in its place.
+    prompt_logprobs: of so many of the first tokens of the prompt, or 0.
     """
 
     prompt: Ids
@@ -137,6 +130,8 @@ class GenerationTask:
     logprobs: bool = False
     priority: int = 0
     at: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: int = 0
 
 
 class NewTokens(NamedTuple):
@@ -144,6 +139,8 @@ class NewTokens(NamedTuple):
 
     reason: "" while the sequence goes on; "stop", with the token id or the text in `matched`, or "length" with its last tokens.
     cached: once, with the first tokens of the task: how many tokens of its prompt the engine had in its prefix cache.
+    prompt_logprobs: with them, if asked for: as many as asked for; the first one is NaN.
+    top_ids, top_logprobs: for each token as many as asked for, the most probable first.
     """
 
     sequence: int
@@ -152,6 +149,9 @@ class NewTokens(NamedTuple):
     reason: Literal["", "stop", "length"] = ""
     matched: int | str | None = None
     cached: int | None = None
+    prompt_logprobs: Sequence[float] = ()
+    top_ids: Sequence[Sequence[int]] = ()
+    top_logprobs: Sequence[Sequence[float]] = ()
 
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.

@@ -96,6 +96,7 @@ class StepsDone(WorkerEvent, frozen=True):
     specs: list[FrameSpec]
     frames: tuple[Frame, ...]
     cached: list[tuple[int, int]] = []
+    prompts: list[tuple[int, int]] = []
 
 
 class GenerationLeft(WorkerEvent, frozen=True):
@@ -109,6 +110,15 @@ class CommandDone(WorkerEvent, frozen=True):
     """What became of a `RunCommand`."""
 
     answer: Commanded
+
+
+#: how Python, torch, and CUDA's libraries say that a forward needs more memory than there is
+_OUT_OF_MEMORY = ("MemoryError", "CUDA error: out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
+
+
+def ran_out_of_memory(reason: str) -> bool:
+    """Whether an engine that ended with these words died of a batch that was too large for its memory."""
+    return any(mark in reason for mark in _OUT_OF_MEMORY)
 
 
 class EngineLost(WorkerEvent, frozen=True):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from enginepool.protocol.messages import MAX_MATCHED, MAX_SEQUENCES, FrameSpec, Step, TaskId
+from enginepool.protocol.generated import column_specs, prompt_specs
+from enginepool.protocol.messages import MAX_MATCHED, MAX_SEQUENCES, MAX_TOP_LOGPROBS, FrameSpec, Step, TaskId
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_generation
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewTokens
@@ -23,10 +24,12 @@ class OutgoingSteps:
 
     Args:
         feed: takes a `StepsDone` with all of them.
+        top: `top_logprobs` of all of them.
     """
 
-    def __init__(self, feed: Callable[[WorkerEvent], None]) -> None:
+    def __init__(self, feed: Callable[[WorkerEvent], None], top: int = 0) -> None:
         self._feed = feed
+        self._top = top
         self._epoch = 0
         self._clear()
         self._due = False
@@ -37,6 +40,9 @@ class OutgoingSteps:
         #: as many as tokens, NaN where none were asked for; None: none were asked for yet
         self._logprobs: array[float] | None = None
         self._cached: list[tuple[int, int]] = []
+        self._top_ids, self._top_logprobs = array("i"), array("f")
+        self._prompts: list[tuple[int, int]] = []
+        self._prompt_logprobs = array("f")
 
     def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens of a sequence."""
@@ -57,6 +63,18 @@ class OutgoingSteps:
         """The task whose first tokens were just added had so many tokens of its prompt in the engine's prefix cache."""
         self._cached.append((counter, tokens))
 
+    def add_prompt(self, counter: int, logprobs: Sequence[float]) -> None:
+        """The log-probabilities of the prompt of that task."""
+        self._prompts.append((counter, len(logprobs)))
+        self._prompt_logprobs.extend(logprobs)
+
+    def add_top(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
+        """The most probable tokens in the places of the tokens that were just added."""
+        for row in ids:
+            self._top_ids.extend(row)
+        for row in logprobs:
+            self._top_logprobs.extend(row)
+
     def flush(self) -> None:
         """Hand over what is there now."""
         self._due = False
@@ -68,7 +86,13 @@ class OutgoingSteps:
         if self._logprobs is not None:
             specs.append(FrameSpec("logprobs", "float32", shape))
             frames.append(self._logprobs.tobytes())
-        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), self._cached)
+        if self._top and self._logprobs is not None:
+            specs += column_specs(len(self._tokens), False, self._top)
+            frames += (self._top_ids.tobytes(), self._top_logprobs.tobytes())
+        if self._prompts:
+            specs += prompt_specs(self._prompts)
+            frames.append(self._prompt_logprobs.tobytes())
+        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), self._cached, self._prompts)
         self._clear()
         self._feed(event)
 
@@ -100,6 +124,14 @@ class RunningGeneration:
         self._out.add(epoch, Step(counter, sequence, at, count, new.reason, matched), tokens, new.logprobs)
         if new.cached is not None:
             self._out.add_cached(counter, new.cached)
+        if new.prompt_logprobs:
+            self._out.add_prompt(counter, new.prompt_logprobs)
+
+    def emit_top(self, new: NewTokens) -> None:
+        """As `emit`, for a task with `top_logprobs`."""
+        if not self.stopped:
+            self.emit(new)
+            self._out.add_top(new.top_ids, new.top_logprobs)
 
     def fail(self, why: str) -> None:
         """The engine is done with it. Its first sequence that has not ended says why, if there is one."""
@@ -107,7 +139,8 @@ class RunningGeneration:
             if at != _ENDED:
                 epoch, counter = self.task
                 self._out.add(epoch, Step(counter, sequence, at, 0, "error", _cut(" ".join(why.split()))), (), ())
-                return
+                break
+        self._out.flush()
 
 
 def _cut(text: str) -> str:
@@ -132,7 +165,8 @@ class GenerationRunner:
         between: BetweenBatches,
     ) -> None:
         self._engine, self._feed, self._spawn, self._between = engine, feed, spawn, between
-        self._out = OutgoingSteps(feed)
+        #: by `top_logprobs`
+        self._out = {0: OutgoingSteps(feed)}
         self._running: dict[TaskId, RunningGeneration] = {}
 
     @property
@@ -142,7 +176,10 @@ class GenerationRunner:
 
     def run(self, run: RunGeneration) -> None:
         """Give a generation to the engine."""
-        one = RunningGeneration(run, self._out)
+        top = min(max(0, run.message.top_logprobs), MAX_TOP_LOGPROBS)
+        if top not in self._out:
+            self._out[top] = OutgoingSteps(self._feed, top)
+        one = RunningGeneration(run, self._out[top])
         self._running[one.task] = one
         one.work = self._spawn(self._generate(run, one))
         # Not in the coroutine: one that is cancelled before its first step does not run at all.
@@ -161,7 +198,7 @@ class GenerationRunner:
             raise EngineError(run.unreadable)
         task = decode_generation(run.message, run.frames)
         async with self._between.batch():
-            await self._engine.generate(task, one.emit)
+            await self._engine.generate(task, one.emit_top if task.top_logprobs else one.emit)
 
     def _left(self, one: RunningGeneration, work: asyncio.Task[None]) -> None:
         del self._running[one.task]
@@ -176,5 +213,4 @@ class GenerationRunner:
             why, _ = reason_of(error, f"generation {one.task}")
         if not one.stopped:
             one.fail(why)
-            self._out.flush()
         self._feed(GenerationLeft(time.monotonic(), one.task))

@@ -31,8 +31,7 @@ from enginepool.protocol import messages as wire
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers import events as ev
 from enginepool.workers.draining import Draining
-from enginepool.workers.engine import ran_out_of_memory
-from enginepool.workers.events import SendToCoordinator, WorkerEffect
+from enginepool.workers.events import SendToCoordinator, WorkerEffect, ran_out_of_memory
 from enginepool.workers.ledger import Run, TaskLedger
 from enginepool.workers.silence import CoordinatorSilence
 from enginepool.workers.weights.machine import WorkerUpdates
@@ -226,8 +225,8 @@ class WorkerMachine:
     def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
         if event.epoch != self.epoch or not self.registered:
             return []
-        progress = wire.GenerationProgress(event.epoch, self.updates.version, event.steps, event.specs, event.cached)
-        return [SendToCoordinator(progress, event.frames)]
+        told = event.steps, event.specs, event.cached, event.prompts
+        return [SendToCoordinator(wire.GenerationProgress(event.epoch, self.updates.version, *told), event.frames)]
 
     def _generation_left(self, event: ev.GenerationLeft) -> list[WorkerEffect]:
         if self.work.generation_left(event.task):

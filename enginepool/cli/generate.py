@@ -20,6 +20,8 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     prompt: str | list[int] | None = None
     n: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: bool | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
@@ -57,8 +59,13 @@ async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> di
             sample["matched"] = one.matched
         if one.logprobs is not None:
             sample["logprobs"] = one.logprobs.tolist()
+        if one.top_ids is not None and one.top_logprobs is not None:
+            sample |= {"top_ids": one.top_ids.tolist(), "top_logprobs": one.top_logprobs.tolist()}
         samples.append(sample)
-    return {"samples": samples, "version": found.version, "tokens": found.usage.output_tokens}
+    columns: dict[str, Any] = {"samples": samples}
+    if found.prompt_logprobs is not None and found.prompt_logprobs[0] is not None:
+        columns["prompt_logprobs"] = found.prompt_logprobs[0].tolist()
+    return columns | {"version": found.version, "tokens": found.usage.output_tokens}
 
 
 @file_command(GenerateLine, _ask, priority=LOW_PRIORITY)
@@ -73,17 +80,24 @@ def generate(
         int | None, typer.Option("--seed", metavar="SEED", min=0, help="Equal prompts get equal samples.")
     ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="The logarithm of each token's probability, too.")] = False,
+    top_logprobs: Annotated[
+        int, typer.Option(metavar="K", min=0, max=20, help="And of the K likeliest tokens in its place.")
+    ] = 0,
+    prompt_logprobs: Annotated[
+        bool, typer.Option("--prompt-logprobs", help="The same of each token of the prompts; null for the first.")
+    ] = False,
 ) -> dict[str, Any]:
     """Continue a file of prompts through a running pool.
 
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
-    any of n, logprobs, the sampling parameters of Pool.generate, group, priority, timeout, min_version, version for itself.
+    any of n, logprobs, top_logprobs, prompt_logprobs, the sampling parameters of Pool.generate, group, priority, timeout,
+    min_version, version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
-    "token_ids" and "finish_reason"; or "error" with a code and a message. Exit code 1 if any line has an error. The tokenizer
-    of the model makes text of the ids.
+    "token_ids", its "finish_reason" and what else was asked for; or "error" with a code and a message. Exit code 1 if any line
+    has an error. The tokenizer of the model makes text of the ids.
 
     \b
     Examples:
@@ -94,4 +108,5 @@ def generate(
     for name in ("id", "prompt", "group", "priority", "timeout", "min_version", "version"):
         del settings[name]
     settings |= {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    return settings | {"stop": stop or None, "sampling_seed": sampling_seed, "logprobs": logprobs}
+    settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
+    return settings | {"stop": stop or None, "sampling_seed": sampling_seed}

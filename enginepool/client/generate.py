@@ -17,6 +17,7 @@ from enginepool.protocol.messages import (
     DEFAULT_CREDIT,
     MAX_CREDIT,
     MAX_SEQUENCES,
+    MAX_TOP_LOGPROBS,
     Ended,
     FrameSpec,
     Generate,
@@ -41,6 +42,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
     n: int
     logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
     partial: bool
     continue_from: Sequence[Sequence[Generation]] | None
 
@@ -74,7 +77,12 @@ class GenerateCalls(RowCalls):
             temperature_schedule: (initial, final, tokens), in place of `temperature`: the temperature goes in equal steps from
                 `initial`, for the first token of the output, to `final`, after so many tokens. It counts those of
                 `continue_from`.
-            logprobs: the natural logarithm of the probability of each token, too. Default: False.
+            logprobs: the natural logarithm of the probability of each token, too: at its temperature (1 where `temperature` is
+                0), among the tokens that a mask allows, before top_k, top_p and min_p. Default: False.
+            top_logprobs: and of so many of the most probable tokens in its place, by the same distribution: at most 20. It asks
+                for `logprobs`, too. Default: 0.
+            prompt_logprobs: the same of each token of the prompts, at temperature 1. The engine computes a whole prompt then,
+                also what it has of it in its prefix cache. Default: False.
             partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
                 instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.
             continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
@@ -105,8 +113,8 @@ class GenerateCalls(RowCalls):
             prompt: a text, or token ids.
             credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
                 its own stream alone. 1 to 65536; default: 1024.
-            n, sampling parameters, logprobs, partial, continue_from, group, priority, timeout, retry_busy, min_version,
-                version: as in `generate`; `timeout` is for the whole stream.
+            n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, partial, continue_from, group, priority, timeout,
+                retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
 
         Returns:
             An iterable of `TokenChunk`, each with the next tokens of one sample; its `result()` is what `generate` returns.
@@ -142,12 +150,15 @@ def _request(
     prompts = specs[1].shape[0]
     if prompts > MAX_SEQUENCES:
         raise bad(name, f"{name}: {prompts}; at most {MAX_SEQUENCES} in one request", str(MAX_SEQUENCES))
+    top = check_int("top_logprobs", options.get("top_logprobs", 0), 0, MAX_TOP_LOGPROBS)
     request = Generate(
         id=0,
         frames=specs,
         n=check_int("n", options.get("n", 1), 1, MAX_SEQUENCES // prompts),
         sampling=sampling_of(options),
-        logprobs=flag(options, "logprobs"),
+        logprobs=flag(options, "logprobs") or top > 0,
+        top_logprobs=top,
+        prompt_logprobs=flag(options, "prompt_logprobs"),
         partial=flag(options, "partial"),
     )
     earlier = _earlier(options.get("continue_from"), prompts, request)
@@ -195,12 +206,23 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
         if found is None or found.dtype != np.float32 or found.shape != one.token_ids.shape:
             text = f"{where}.logprobs: must be None, or an array float32 [{len(one.token_ids)}], one per token"
             raise bad(f"{where}.logprobs", text)
+    if request.top_logprobs:
+        _check_top(where, one)
     if not isinstance(cast("object", one.matched), int | str | None):
         raise bad(f"{where}.matched", f"{where}.matched: {kind(one.matched)}; a token id, a text, or None")
     utf8(f"{where}.matched", str(one.matched))
     if one.finish_reason not in _REASONS:
         text = f"{where}.finish_reason: {one.finish_reason!r}; one of {', '.join(_REASONS)}"
         raise bad(f"{where}.finish_reason", text)
+
+
+def _check_top(where: str, one: Generation) -> None:
+    for name, given, dtype in (("top_ids", one.top_ids, "int32"), ("top_logprobs", one.top_logprobs, "float32")):
+        found = cast("Any", given)
+        array = cast("npt.NDArray[Any]", found) if isinstance(found, np.ndarray) else np.zeros(0)
+        if found is not None and (array.ndim != 2 or len(array) != len(one.token_ids) or array.dtype != np.dtype(dtype)):
+            text = f"{where}.{name}: must be None, or an array {dtype} [{len(one.token_ids)}, k]"
+            raise bad(f"{where}.{name}", text)
 
 
 def _brought(

@@ -1,19 +1,23 @@
 """The results of generation: sequences of tokens, by prompt; and the chunks of a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from enginepool.client.payload import Ids32
 from enginepool.client.results import Floats, RequestTimings
 from enginepool.errors import Interrupted, Malformed
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import AnsweredSequence, read_generated
+from enginepool.protocol.generated import AnsweredSequence, read_generated, read_prompts, split_columns
 from enginepool.protocol.messages import Ended, Generate, Generated
+
+#: int32 [tokens, k]
+TopIds: TypeAlias = npt.NDArray[np.int32]
 
 
 class TokenUsage(NamedTuple):
@@ -34,6 +38,8 @@ class Generation:
         token_ids: int32 [tokens], without the prompt.
         logprobs: float32 [tokens], the natural logarithm of the probability of each token, if asked for; NaN for tokens that
             were handed in with `continue_from` without them.
+        top_ids, top_logprobs: int32 and float32 [tokens, k], if asked for: in the place of each token the k most probable ones,
+            the most probable first; −1 and NaN where `logprobs` is NaN.
         finish_reason: `stop`: a stop token, string or pattern; `length`: `max_new_tokens`; `interrupted`: it could not be
             continued.
         matched: the token id, or the text, that it stopped at; else None.
@@ -45,6 +51,8 @@ class Generation:
     finish_reason: Ended
     matched: int | str | None
     spans: tuple[tuple[int, int], ...]
+    top_ids: TopIds | None = None
+    top_logprobs: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +64,15 @@ class Generations(Sequence[tuple[Generation, ...]]):
         version: the newest weights that computed a token of it.
         usage: sequences and tokens.
         timings: time in the queue, and in the engines.
+        prompt_logprobs: if asked for, of each prompt float32 [its tokens]: the logarithm of the probability of each token given
+            those before it, NaN for the first one. None in the place of a prompt of which this call generated no token.
     """
 
     groups: tuple[tuple[Generation, ...], ...]
     version: int
     usage: TokenUsage
     timings: RequestTimings
+    prompt_logprobs: tuple[Floats | None, ...] | None = None
 
     @overload
     def __getitem__(self, index: int) -> tuple[Generation, ...]: ...
@@ -85,6 +96,7 @@ class TokenChunk:
         sequence: the sample that they belong to, from 0.
         token_ids: int32 [tokens]; empty where a sequence ends without more.
         logprobs: float32 [tokens], if asked for.
+        top_ids, top_logprobs: int32 and float32 [tokens, k], if asked for, as in `Generation`.
         version: of the weights that computed them.
         finish_reason: as in `Generation`; "" while the sequence goes on.
         matched: as in `Generation`.
@@ -96,6 +108,8 @@ class TokenChunk:
     version: int
     finish_reason: Ended | str
     matched: int | str | None
+    top_ids: TopIds | None = None
+    top_logprobs: Floats | None = None
 
 
 def read_generations(
@@ -112,7 +126,8 @@ def read_generations(
     """
     rows = request.frames[1].shape[0] * request.n
     try:
-        sequences = read_generated(answer, frames, rows, request.logprobs)
+        sequences = read_generated(answer, frames, rows, request)
+        prompts = read_prompts(answer, frames, request)
     except WireError as error:
         raise Malformed(f"the answer cannot be read: {error.message}", field=error.field) from None
     found: list[Generation] = []
@@ -122,7 +137,7 @@ def read_generations(
         if sequence.start != has:
             text = f"starts[{number}]: {sequence.start} in an answer that continues {has} tokens"
             raise Malformed(text, field=f"starts[{number}]")
-        found.append(_joined(before, sequence, request.logprobs))
+        found.append(_joined(before, sequence, request.top_logprobs if request.logprobs else None))
     groups = tuple(tuple(found[first : first + request.n]) for first in range(0, rows, request.n))
     usage, times = answer.usage, answer.timings
     generations = Generations(
@@ -130,6 +145,7 @@ def read_generations(
         answer.version,
         TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
+        _of_prompts(prompts, len(groups)) if request.prompt_logprobs else None,
     )
     interrupted = sum(one.finish_reason == "interrupted" for one in found)
     if interrupted and not request.partial:
@@ -138,19 +154,46 @@ def read_generations(
     return generations
 
 
-def _joined(before: Generation | None, sequence: AnsweredSequence, logprobs: bool) -> Generation:
-    """A sequence with the tokens that it continues."""
+def _of_prompts(found: Mapping[int, Buffer], count: int) -> tuple[Floats | None, ...]:
+    return tuple(np.array(np.frombuffer(found[at], np.float32)) if at in found else None for at in range(count))
+
+
+def read_arrays(columns: Buffer, top: int | None) -> tuple[Floats | None, TopIds | None, Floats | None]:
+    """(logprobs, top_ids, top_logprobs) of the columns of tokens. `top`: the k of the last two; None: there are no logprobs."""
+    if top is None:
+        return None, None, None
+    parts = split_columns(columns, top)
+    logprobs = np.array(np.frombuffer(parts[0], np.float32))
+    if not top:
+        return logprobs, None, None
+    ids, chances = np.frombuffer(parts[1], np.int32), np.frombuffer(parts[2], np.float32)
+    return logprobs, np.array(ids.reshape(-1, top)), np.array(chances.reshape(-1, top))
+
+
+def _joined(before: Generation | None, sequence: AnsweredSequence, top: int | None) -> Generation:
+    """A sequence with the tokens that it continues; `top` as in `read_arrays`."""
     tokens = np.frombuffer(sequence.tokens, np.int32)
-    chances = np.frombuffer(sequence.logprobs, np.float32)
+    details = read_arrays(sequence.logprobs, top)
     spans = list(sequence.spans)
     if before is not None:
-        known = before.logprobs if before.logprobs is not None else np.full(len(before.token_ids), np.nan, np.float32)
-        tokens, chances = np.concatenate((before.token_ids, tokens)), np.concatenate((known, chances))
+        earlier = before.logprobs, before.top_ids, before.top_logprobs
+        details = tuple(_after(old, new, len(before.token_ids)) for old, new in zip(earlier, details, strict=True))
+        tokens = np.concatenate((before.token_ids, tokens))
         spans = merged(chain(before.spans, spans))
+    logprobs, top_ids, top_logprobs = details
     return Generation(
-        np.array(tokens, np.int32), np.array(chances, np.float32) if logprobs else None, sequence.end.reason,
-        sequence.end.matched, tuple((version, count) for version, count in spans),
+        np.array(tokens, np.int32), logprobs, sequence.end.reason, sequence.end.matched,
+        tuple((version, count) for version, count in spans), top_ids, top_logprobs,
     )  # fmt: skip
+
+
+def _after(old: npt.NDArray[Any] | None, new: npt.NDArray[Any] | None, count: int) -> npt.NDArray[Any] | None:
+    """`new` after what the first `count` tokens have; they have nothing that is a number where that is not known."""
+    if new is None:
+        return None
+    if old is None or old.shape[1:] != new.shape[1:]:
+        old = np.full((count, *new.shape[1:]), -1 if new.dtype == np.int32 else np.nan, new.dtype)
+    return np.concatenate((old, new))
 
 
 def merged(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:

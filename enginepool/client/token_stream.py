@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from enginepool.client.connection import Connection
-from enginepool.client.generations import Generation, Generations, TokenChunk, read_generations
+from enginepool.client.generations import Generation, Generations, TokenChunk, read_arrays, read_generations
 from enginepool.client.notices import Notices
 from enginepool.client.session.events import Answer, Fail, Heard, StreamPart
 from enginepool.errors import Malformed
@@ -111,10 +111,11 @@ class TokenStream:
         self._taken += len(part.tokens) // 4
         if self._end is None:
             self._connection.tokens_taken(self._id, self._taken)
+        request = self._request
+        logprobs, top_ids, top_logprobs = read_arrays(part.logprobs, request.top_logprobs if request.logprobs else None)
         chunk = TokenChunk(
-            part.sequence, np.array(np.frombuffer(part.tokens, np.int32)),
-            np.array(np.frombuffer(part.logprobs, np.float32)) if self._request.logprobs else None, part.version,
-            "" if part.end is None else part.end.reason, None if part.end is None else part.end.matched,
+            part.sequence, np.array(np.frombuffer(part.tokens, np.int32)), logprobs, part.version,
+            "" if part.end is None else part.end.reason, None if part.end is None else part.end.matched, top_ids, top_logprobs,
         )  # fmt: skip
         if self._follow is not None:
             self._follow(chunk)

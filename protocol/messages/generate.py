@@ -22,6 +22,9 @@ MAX_MATCHED = 128
 #: Tokens of a stream that a client may leave unread.
 MAX_CREDIT, DEFAULT_CREDIT = 65_536, 1024
 
+#: Most probable tokens that may be asked for in the place of each generated token.
+MAX_TOP_LOGPROBS = 20
+
 #: Why a sequence ended: a stop token, string or pattern; as long as was asked for; or it could not be continued.
 Ended = Literal["stop", "length", "interrupted"]
 
@@ -98,8 +101,10 @@ class Generate(Message, tag="generate"):
 
     `n`: sequences for each prompt; sequence s belongs to prompt s // n. `stream`: tokens are sent as they come (`tokens`), and
     all in the final answer. `credit`: how many of them the client leaves unread at most. `logprobs`: each token has the
-    logarithm of its probability. `partial`: a sequence whose worker is lost, or that weights interrupt, ends as `interrupted`,
-    instead of going on elsewhere. `ended`: sequences that have all their tokens in `output`.
+    logarithm of its probability; `top_logprobs`: and so many of the most probable tokens have one, in its place.
+    `prompt_logprobs`: so have the tokens of each prompt, given those before. `partial`: a sequence whose worker is lost, or
+    that weights interrupt, ends as `interrupted`, instead of going on elsewhere. `ended`: sequences that have all their tokens
+    in `output`.
     """
 
     id: int
@@ -110,6 +115,8 @@ class Generate(Message, tag="generate"):
     stream: bool = False
     credit: int = DEFAULT_CREDIT
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     partial: bool = False
     ended: list[SequenceEnd] = []
     priority: int = 0
@@ -126,9 +133,19 @@ class Generate(Message, tag="generate"):
         return numbers + sum(2 + len(text) // 10 for text in texts if isinstance(text, str))
 
     @property
+    def width(self) -> int:
+        """Elements of each token in its answer, besides its id."""
+        return self.logprobs + 2 * self.top_logprobs
+
+    @property
     def columns(self) -> int:
         """Elements of a sequence in its answer."""
-        return self.sampling.max_new_tokens * (2 if self.logprobs else 1)
+        return self.sampling.max_new_tokens * (1 + self.width)
+
+    @property
+    def prompt_columns(self) -> int:
+        """Elements of all prompts in its answer. A text has at most as many ids as bytes, and one more."""
+        return self.frames[0].shape[0] + self.frames[1].shape[0] if self.prompt_logprobs else 0
 
 
 class Credit(Message, tag="credit"):
@@ -160,11 +177,16 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Tokens(Message, tag="tokens"):
     """Tokens of streams of this client. Frames: `tokens` int32 [sum of the counts]; then `logprobs` float32 [as many], if one
-    of these requests asked for them: NaN at tokens of the others."""
+    of these requests asked for them: NaN at tokens of the others. Requests with `top_logprobs` = k share a message only with
+    each other: then `top_ids` int32 [tokens, k] and `top_logprobs` float32 [tokens, k].
+
+    `prompts`: [id, prompt, count]; then the last frame is `prompt_logprobs` float32 [sum of the counts].
+    """
 
     runs: list[Run]
     frames: list[FrameSpec]
     ended: list[StreamEnd] = []
+    prompts: list[tuple[int, int, int]] = []
 
 
 class GenerationUsage(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -179,10 +201,12 @@ class GenerationUsage(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Generated(Message, tag="generated"):
     """The final answer of a `generate`. Frames: `output` int32, `output_lengths` uint32 [sequences], then `logprobs` float32
-    [tokens] if asked for. A sequence has the tokens from `starts` on: those before it the request brought along.
+    [tokens], `top_ids` int32 and `top_logprobs` float32 [tokens, k], `prompt_logprobs` float32 [sum of the counts in
+    `prompts`], if asked for. A sequence has the tokens from `starts` on: those before it the request brought along.
 
     `ended` and `spans`: of each sequence, in order. A span is [version, count]: so many of these tokens, in order, were
-    computed by weights of this version. `version`: the highest of them.
+    computed by weights of this version. `version`: the highest of them. `prompts`: [prompt, count], of which some tokens were
+    generated.
     """
 
     id: int
@@ -193,13 +217,14 @@ class Generated(Message, tag="generated"):
     spans: list[list[tuple[int, int]]]
     frames: list[FrameSpec]
     starts: list[int] = []
+    prompts: list[tuple[int, int]] = []
     seq: int = 0
     final: bool = True
 
 
 class StartGeneration(Message, tag="start"):
     """Continue the frame `prompt` int32: `n` sequences. The first token of each is at position `at` of its output, and
-    `sampling.max_new_tokens` counts from there."""
+    `sampling.max_new_tokens` counts from there. `prompt_logprobs`: of so many of its first tokens, or 0."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -207,6 +232,8 @@ class StartGeneration(Message, tag="start"):
     n: int = 1
     at: int = 0
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int = 0
     priority: int = 0
 
 
@@ -231,11 +258,11 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class GenerationProgress(Message, tag="progress"):
-    """What an engine generated since the last one: of all its streams, in one message. Frames: `tokens` int32, then `logprobs`
-    float32 [as many], if one of its tasks asked for them: NaN at tokens of the others. All by weights of `version`.
+    """What an engine generated since the last one: of all its streams, in one message; those with `top_logprobs` = k are in one
+    of their own. Frames: as in `Tokens`. All by weights of `version`.
 
     `cached`: [task, tokens], once with the first tokens of a task: how many tokens of its prompt the engine had in its prefix
-    cache.
+    cache. `prompts`: [task, count], once with them, if asked for.
     """
 
     epoch: int
@@ -243,3 +270,4 @@ class GenerationProgress(Message, tag="progress"):
     steps: list[Step]
     frames: list[FrameSpec]
     cached: list[tuple[int, int]] = []
+    prompts: list[tuple[int, int]] = []

@@ -27,7 +27,7 @@ def check_generation(request: Request) -> None:
         tokens = len(sequence.tokens)
         assert sequence.start <= sequence.sent <= tokens <= work.sampling.max_new_tokens, (request, i)
         assert sum(count for _, count in sequence.spans) == tokens - sequence.start, (request, i)
-        assert len(sequence.logprobs) == (tokens - sequence.start if work.logprobs else 0), (request, i)
+        assert len(sequence.logprobs) == (tokens - sequence.start) * work.width, (request, i)
         if work.stream and i not in state.behind:
             assert sequence.sent == tokens, (request, i)
     assert request.flying == sum(task.rows for task in state.tasks.values()), request

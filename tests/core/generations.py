@@ -8,6 +8,7 @@ import numpy as np
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
+from enginepool.protocol.generated import join_columns
 from enginepool.protocol.messages import (
     Capabilities,
     FrameSpec,
@@ -37,6 +38,8 @@ def generate(
     stream: bool = False,
     credit: int = 1024,
     logprobs: bool = False,
+    top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
     partial: bool = False,
     **sampling: Any,
 ) -> GenerateWork:
@@ -59,6 +62,8 @@ def generate(
         stream=stream,
         credit=credit,
         logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
         partial=partial,
         ended=ended or [],
     )
@@ -81,9 +86,12 @@ class GeneratingPool(Pool):
         version: int = 0,
         logprobs: bool = False,
         cached: Sequence[tuple[int, int]] = (),
+        top: int = 0,
+        prompts: Sequence[tuple[Sent, Sequence[float]]] = (),
     ) -> list[Sent]:
         """The worker on `link` generated: for each of (task, sequence, position, tokens, reason) a step.
-        `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache."""
+        `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache.
+        `prompts`: the log-probabilities of prompts of tasks."""
         made: list[Step] = []
         flat: list[int] = []
         for task, sequence, at, tokens, reason in steps:
@@ -91,9 +99,22 @@ class GeneratingPool(Pool):
             made.append(Step(task.message.task[1], sequence, at, len(tokens), reason))  # pyright: ignore[reportArgumentType]
             flat += tokens
         tokens_ = memoryview(np.array(flat, np.int32).tobytes())
-        chances = memoryview((-np.array(flat, np.float32)).tobytes() if logprobs else b"")
+        chances = memoryview(columns(flat, top) if logprobs else b"")
         had = [(made[place].task, count) for place, count in cached]
-        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, cached=had))
+        sent: list[tuple[int, int]] = []
+        for task, values in prompts:
+            assert isinstance(task.message, StartGeneration)
+            sent.append((task.message.task[1], len(values)))
+        data = b"".join(np.array(values, np.float32).tobytes() for _, values in prompts)
+        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data))
+
+
+def columns(tokens: Sequence[int], top: int = 0) -> bytes:
+    """What these tokens have besides their ids: a token t has the logprob −t, and the most probable ones in its place are
+    t, t + 1, … with the logprobs −t, −t − 1, …"""
+    ids = np.array(tokens, np.int32).reshape(-1, 1) + np.arange(top, dtype=np.int32)
+    values = (-ids).astype(np.float32)
+    return join_columns((-np.array(tokens, np.float32)).tobytes(), ids.tobytes(), values.tobytes(), top)
 
 
 def streamed(sent: list[Sent]) -> list[tuple[int, int, int, int, list[int]]]:

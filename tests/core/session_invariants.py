@@ -52,7 +52,8 @@ def check_requests(calls: PendingRequests) -> None:
             assert stream.received == sum(len(one.tokens) - one.start for one in stream.sequences), f"request {id_}: tokens"
             for one in stream.sequences:
                 assert sum(count for _, count in one.spans) == len(one.tokens) - one.start, f"request {id_}: spans"
-                assert len(one.logprobs) in (0, len(one.tokens) - one.start), f"request {id_}: logprobs"
+                width = stream._request.width
+                assert len(one.logprobs) == width * (len(one.tokens) - one.start), f"request {id_}: logprobs"
 
 
 def check_questions(questions: PendingQuestions) -> None:

@@ -26,14 +26,16 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.shell.decode import client_event
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.generated import check_tokens
+from enginepool.protocol.generated import check_tokens, join_columns
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Message, Sampling, StartGeneration, ToClient, Tokens
 from tests.core import generations, machines
-from tests.core.generations import CAN, GeneratingPool
+from tests.core.generations import CAN, GeneratingPool, columns
 from tests.core.machines import Sent
 from tests.core.session_invariants import check_session
 
 REQUESTS, SAMPLES, MOST, CREDIT = 3, 2, 40, 6
+#: of every prompt
+OF_PROMPT = np.array([np.nan, -1.5, -2.5], np.float32)
 
 
 def token(request: int, sequence: int, at: int) -> int:
@@ -47,8 +49,8 @@ def length(request: int, sequence: int) -> int:
 class World:
     """One client, one coordinator at a time, one worker that generates what `token` says."""
 
-    def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rng, self.monkeypatch = rng, monkeypatch
+    def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+        self.rng, self.monkeypatch, self.top = rng, monkeypatch, top
         self.session = ClientSession(b"c" * 16, b"t" * 16, rng.random)
         self.now = 100.0
         self.epoch = 6
@@ -99,6 +101,8 @@ class World:
         self.pool = GeneratingPool()
         self.worker = self.pool.worker("w", can=CAN)
         self.progress: dict[tuple[int, int], tuple[Sent, int]] = {}
+        #: tasks that have tokens
+        self.begun: set[int] = set()
         self.hear(self.pool.sent)
         self.lose_link()
 
@@ -136,6 +140,7 @@ class World:
         """The worker takes a step: some of its sequences get a token."""
         workers = self.pool.machine.core.groups["g"].workers.values()
         steps: list[tuple[Sent, int, int, list[int], str]] = []
+        prompts: dict[int, tuple[Sent, list[float]]] = {}
         for (counter, sequence), (task, at) in list(self.progress.items()):
             batch = next((w.batches[self.epoch, counter] for w in workers if (self.epoch, counter) in w.batches), None)
             if batch is None:
@@ -147,10 +152,13 @@ class World:
                 ends = at + count == length(request.id, s)
                 steps.append((task, sequence, at, [token(request.id, s, at + i) for i in range(count)], "stop" if ends else ""))
                 self.progress[counter, sequence] = task, at + count
+                if counter not in self.begun and task.message.prompt_logprobs:  # type: ignore[union-attr]
+                    prompts[counter] = task, OF_PROMPT.tolist()
+                self.begun.add(counter)
                 if ends:
                     del self.progress[counter, sequence]
         if steps:
-            self.hear(self.pool.step(self.worker, *steps, logprobs=True))
+            self.hear(self.pool.step(self.worker, *steps, logprobs=True, top=self.top, prompts=list(prompts.values())))
 
     def lose_worker(self) -> None:
         """At most twice: a request that more workers die of is refused."""
@@ -168,7 +176,7 @@ class World:
         if self.unread[id_]:
             part = self.unread[id_].popleft()
             tokens = np.frombuffer(part.tokens, np.int32).tolist()
-            assert np.frombuffer(part.logprobs, np.float32).tolist() == [-float(t) for t in tokens]
+            assert part.logprobs == columns(tokens, self.top)
             self.read[id_, part.sequence] += tokens
             self.taken[id_] += len(tokens)
             self(TokensTaken(self.now, id_, self.taken[id_]))
@@ -180,18 +188,20 @@ class World:
         self.pool.now = max(self.pool.now, self.now)
 
 
+@pytest.mark.parametrize("top", [0, 2])
 @pytest.mark.parametrize("seed", range(40))
 def test_each_token_is_read_once_and_in_order_however_links_workers_and_coordinators_are_lost(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, top: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    world = World(rng, monkeypatch)
-    specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    world = World(rng, monkeypatch, top)
+    specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (1,))]
     for id_ in world.unread:
         made = Generate(
-            id_, specs, n=SAMPLES, sampling=Sampling(max_new_tokens=MOST), stream=True, credit=CREDIT, logprobs=True
-        )
-        world(SubmitRequest(world.now, made, (b"\5\0\0\0", b"\1\0\0\0")))
+            id_, specs, n=SAMPLES, sampling=Sampling(max_new_tokens=MOST), stream=True, credit=CREDIT, logprobs=True,
+            top_logprobs=top, prompt_logprobs=top > 0,
+        )  # fmt: skip
+        world(SubmitRequest(world.now, made, (np.array([5, 6, 7], np.int32).tobytes(), b"\3\0\0\0")))
     usual = [world.deliver_up, world.deliver_down, world.generate, world.take] * 6
     faults = [world.lose_link, world.restart, world.lose_worker]
     for step in range(20_000):
@@ -207,4 +217,8 @@ def test_each_token_is_read_once_and_in_order_however_links_workers_and_coordina
     for id_, answer in world.answers.items():
         rows = [token for s in range(SAMPLES) for token in wanted[id_, s]]
         assert np.frombuffer(answer.frames[0], np.int32).tolist() == rows
-        assert np.frombuffer(answer.frames[2], np.float32).tolist() == [-float(token) for token in rows]
+        logprobs, *more = answer.frames[2:]
+        assert join_columns(logprobs, more[0] if top else b"", more[1] if top else b"", top) == columns(rows, top)
+        if top:
+            assert answer.message.prompts == [(0, 3)]  # type: ignore[union-attr]
+            np.testing.assert_array_equal(np.frombuffer(answer.frames[5], np.float32), OF_PROMPT)

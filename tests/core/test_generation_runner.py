@@ -11,6 +11,7 @@ import pytest
 from enginepool.coordinator.core import events as core
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.frames import encode_header
+from enginepool.protocol.generated import split_columns
 from enginepool.protocol.messages import (
     MAX_MATCHED,
     MAX_SEQUENCES,
@@ -265,3 +266,53 @@ def test_tokens_of_an_epoch_that_ended_are_never_in_a_message_of_the_next() -> N
 
     [steps] = asyncio.run(main()).steps
     assert steps.epoch == EPOCH + 1 and np.frombuffer(steps.frames[0], np.int32).tolist() == [2]
+
+
+def test_tasks_with_top_logprobs_are_told_apart_from_others_and_prompts_with_the_first_tokens() -> None:
+    emits: list[Emit] = []
+
+    async def plan(task: GenerationTask, emit: Emit) -> None:
+        emits.append(emit)
+        await asyncio.Event().wait()
+
+    async def main() -> Worker:
+        worker = Worker(plan)
+        worker.start(1, logprobs=True, top_logprobs=2, prompt_logprobs=3)
+        worker.start(2, logprobs=True)
+        await asyncio.sleep(0)
+        row = ((11, 12), (-0.5, -1.5))
+        emits[0](
+            NewTokens(0, [11], (-0.5,), cached=0, prompt_logprobs=[math.nan, -1, -2], top_ids=[row[0]], top_logprobs=[row[1]])
+        )
+        emits[1](NewTokens(0, [21], (-0.25,)))
+        await asyncio.sleep(0)
+        return worker
+
+    top, plain = asyncio.run(main()).steps
+    assert (told(top), told(plain)) == ([(1, 0, 0, 1, "")], [(2, 0, 0, 1, "")])
+    header = encode_header(GenerationProgress(EPOCH, 4, top.steps, top.specs, top.cached, top.prompts))
+    read = worker_event(0.0, b"w", [header, *top.frames])
+    assert isinstance(read, core.TokensGenerated)
+    assert (read.top, read.largest, read.prompts) == (2, 12, [(1, 3)])
+    logprobs, ids, values = split_columns(read.logprobs, 2)
+    assert np.frombuffer(logprobs, np.float32).tolist() == [-0.5]
+    assert (np.frombuffer(ids, np.int32).tolist(), np.frombuffer(values, np.float32).tolist()) == ([11, 12], [-0.5, -1.5])
+    np.testing.assert_array_equal(np.frombuffer(read.prompt_logprobs, np.float32), [np.nan, -1, -2])
+    assert [spec.name for spec in plain.specs] == ["tokens", "logprobs"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_logprobs": 21}, {"top_logprobs": -1}, {"prompt_logprobs": 4}, {"prompt_logprobs": -1}]
+)
+def test_a_task_that_asks_for_what_cannot_be_is_refused(fields: dict[str, int]) -> None:
+    async def plan(task: GenerationTask, emit: Emit) -> None:
+        raise AssertionError
+
+    async def main() -> Worker:
+        worker = Worker(plan)
+        worker.start(1, logprobs=True, **fields)
+        await worker.until_left()
+        return worker
+
+    [event] = asyncio.run(main()).steps
+    assert told(event) == [(1, 0, 0, 0, "error")] and "_logprobs = " in str(event.steps[0].matched)

@@ -52,7 +52,7 @@ def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str,
     taken: list[tuple[str, list[int], list[float], Any, int]] = []
     subject = SchedulerMessages(tm)
 
-    def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int) -> None:
+    def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: Any, cached: int, *_: Any) -> None:
         taken.append((rid, tokens, list(logprobs), reason, cached))
 
     for rid in takers:

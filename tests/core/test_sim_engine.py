@@ -27,9 +27,9 @@ from enginepool.workers.engine import (
     Outputs,
     RowBatch,
     RowPart,
-    ran_out_of_memory,
 )
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.events import ran_out_of_memory
 from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
 from enginepool.workers.sim.operation import Weights

@@ -8,10 +8,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from enginepool.client.session.events import Answer
+from enginepool.protocol.generated import join_columns, split_columns
 from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
 from enginepool.workers.sim.operation import Weights as SimWeights
-from enginepool.workers.sim.tokens import SimSequence
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs
 from tests.sim.generating import END_EVERY, Generating
+from tests.sim.sim_generator import top_of
 from tests.sim.traffic import Call
 
 #: of every simulated model
@@ -33,9 +35,10 @@ def passed(version: int, weights: Sequence[Weights]) -> bool:
 
 
 class Answered(NamedTuple):
-    """One sequence of an answer; the frames as bytes."""
+    """One sequence of an answer; the frames as bytes. `columns`: the logprobs, with the most probable tokens if asked for."""
 
     tokens: bytes
+    columns: bytes
     logprobs: bytes
     spans: list[tuple[int, int]]
     end: SequenceEnd
@@ -71,9 +74,12 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
             yield "streamed"
             read = generating.read[i]
             assert read.tokens == sequence.tokens, f"{call}: sequence {i} was streamed differently"
-            assert read.logprobs == sequence.logprobs, f"{call}: sequence {i} had other logprobs when it was streamed"
+            assert read.logprobs == sequence.columns, f"{call}: sequence {i} had other logprobs when it was streamed"
             assert read.spans == sequence.spans, f"{call}: sequence {i}: {read.spans} in the stream, {sequence.spans} now"
             assert read.end == (None if i in known else sequence.end), f"{call}: sequence {i} ended differently: {read.end}"
+    if request.prompt_logprobs:
+        _check_prompts(call, message, answer, [sequence.tokens for sequence in sequences], weights)
+        yield "prompt logprobs"
     if generating.full:
         yield "waited for its reader"
 
@@ -81,9 +87,13 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
 def _sequences(call: Call, answer: Answer) -> list[Answered]:
     message, generating = answer.message, call.generating
     assert isinstance(message, Generated)
-    names = ["output", "output_lengths", *(["logprobs"] if generating.request.logprobs else [])]
+    request, frames = generating.request, [bytes(frame) for frame in answer.frames]
+    top, width = request.top_logprobs, 4 * request.width
+    names = ["output", "output_lengths", *(["logprobs"] if request.logprobs else [])]
+    names += [*(["top_ids", "top_logprobs"] if top else []), *(["prompt_logprobs"] if message.prompts else [])]
     assert [spec.name for spec in message.frames] == names, f"{call}: {message.frames}"
-    output, lengths, *chances = (bytes(frame) for frame in answer.frames)
+    output, lengths, chances = frames[0], frames[1], frames[2] if request.logprobs else b""
+    columns = join_columns(frames[2], frames[3], frames[4], top) if top else chances
     rows = len(generating.brought)
     assert len(message.spans) == rows and [end.sequence for end in message.ended] == list(range(rows)), f"{call}: {message}"
     found: list[Answered] = []
@@ -91,12 +101,27 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
     for length, spans, end in zip(array("I", lengths), message.spans, message.ended, strict=True):
         part = slice(4 * first, 4 * (first + length))
         assert sum(count for _, count in spans) == length, f"{call}: {spans} for {length} tokens"
-        found.append(
-            Answered(output[part], chances[0][part] if chances else b"", [(version, count) for version, count in spans], end)
-        )
+        here = columns[width * first : width * (first + length)]
+        found.append(Answered(output[part], here, chances[part], [(version, count) for version, count in spans], end))
+        if top:
+            _, *right = split_columns(here, top)
+            wrong = (*map(bytes, right),) != top_of(array("i", output[part]), array("f", chances[part]), top, VOCAB)
+            assert not wrong, f"{call}: the most probable tokens of sequence {len(found) - 1}"
         first += length
     assert 4 * first == len(output), f"{call}: {len(output)} bytes of output for {first} tokens"
     return found
+
+
+def _check_prompts(call: Call, message: Generated, answer: Answer, tokens: Sequence[bytes], weights: Sequence[Weights]) -> None:
+    """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made."""
+    known, data = dict(message.prompts), bytes(answer.frames[-1])
+    n = len(tokens) // len(call.prompts)
+    begun = {i // n for i, some in enumerate(tokens) if some}
+    assert len(known) == len(message.prompts) and begun <= known.keys(), f"{call}: {message.prompts}, tokens of {begun}"
+    for number, count in message.prompts:
+        prompt, mine, data = call.prompts[number], data[: 4 * count], data[4 * count :]
+        allowed = [array("f", prompt_logprobs(prompt, count, SimWeights(one.content))).tobytes() for one in weights]
+        assert 4 * count == len(prompt) and mine in allowed[call.floor :], f"{call}: prompt {number}"
 
 
 def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights]) -> None:

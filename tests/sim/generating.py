@@ -109,6 +109,9 @@ def generate_instead(random: Random, call: Call, can: Capabilities, mix: Generat
         logprobs=random.random() < 0.3, partial=random.random() < mix.partial, priority=score.priority,
         min_version=score.min_version,
     )  # fmt: skip
+    # No draws of their own: the schedules of known seeds stay what they are.
+    request.top_logprobs = call.uid % 4 if request.logprobs else 0
+    request.prompt_logprobs = call.uid % 5 == 1
     brought = [b"" for _ in range(n * len(rows))]
     if random.random() < mix.brought:
         brought = [_ids(random, random.randrange(sampling.max_new_tokens), can.vocab) for _ in brought]

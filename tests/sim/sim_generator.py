@@ -8,11 +8,12 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from enginepool.protocol.generated import column_specs, prompt_specs
 from enginepool.protocol.messages import FrameSpec, Step, TaskId
 from enginepool.workers.events import GenerationLeft, RunGeneration, StepsDone
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.prefix_cache import SimPrefixCache
-from enginepool.workers.sim.tokens import SimSequence
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs
 from tests.sim.generating import END_EVERY
 from tests.sim.sim_stager import content_of
 from tests.sim.traffic import POISON, REFUSED, uid_of
@@ -25,14 +26,15 @@ class SimGeneration:
     """A task inside an engine."""
 
     __slots__ = (
-        "at", "began", "begun", "id", "logprobs", "new", "output", "poisoned", "prompt", "refused", "sequences", "stopped",
+        "at", "began", "begun", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt", "refused", "sequences",
+        "stopped", "top",
     )  # fmt: skip
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
         message = run.message
         self.id = message.task
         self.prompt = bytes(run.frames[0])
-        self.logprobs = message.logprobs
+        self.logprobs, self.top, self.of_prompt = message.logprobs, message.top_logprobs, message.prompt_logprobs
         #: where it began, if what the engine counted before matters: what it generates then is not what it would have been
         self.began = message.at if message.sampling.frequency_penalty else 0
         sampling = message.sampling
@@ -122,10 +124,11 @@ class SimGenerator:
         if engine.dead or engine.hangs:
             return
         weights = Weights(content_of(engine.digest, engine.base))
-        out = _Out()
+        outs: dict[int, _Out] = {}
         running = [task for task in self._running.values() if not task.stopped]
         failed = self._failed(running, fault)
         for task in running:
+            out = outs.setdefault(task.top, _Out(task.top, engine.profile.can.vocab))
             if task in failed:
                 sequence = min(task.sequences)
                 out.add(task, Step(task.id[1], sequence, task.at[sequence], 0, "error", "refused"), (), ())
@@ -133,12 +136,15 @@ class SimGenerator:
             if not task.begun and task not in failed:
                 task.begun = True
                 out.cached.append((task.id[1], self._cache.found(task.prompt, weights)))
+                if task.of_prompt:
+                    out.add_prompt(task, weights)
                 self._cache.add(task.prompt, weights)
             for i in list(task.sequences):
                 self._next(out, task, i, weights)
-        if fault == "wrong_rows" and out.steps:
-            first = out.steps[0]
-            out.steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)
+        steps = next((out.steps for out in outs.values() if out.steps), list[Step]())
+        if fault == "wrong_rows" and steps:
+            first = steps[0]
+            steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)
         left = [task for task in self._running.values() if task.stopped or not task.sequences]
         for task in left:
             del self._running[task.id], engine.inside[task.id]
@@ -146,9 +152,10 @@ class SimGenerator:
             self._after_a_step()
         self._steps = bool(self._running)
         now = engine.world.now
-        if out.steps:
-            assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
-            engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames(), out.cached))
+        for out in outs.values():
+            if out.steps:
+                assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
+                engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames(), out.cached, out.prompts))
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
 
@@ -189,9 +196,12 @@ class SimGenerator:
 
 
 class _Out:
-    """What one step generated."""
+    """What one step generated, of tasks with the same `top_logprobs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int, vocab: int) -> None:
+        self._top, self._vocab = top, vocab
+        self.prompts: list[tuple[int, int]] = []
+        self._prompt_logprobs = array("f")
         self.epochs: set[int] = set()
         self.steps: list[Step] = []
         self.cached: list[tuple[int, int]] = []
@@ -206,10 +216,26 @@ class _Out:
         self._logprobs.extend(logprobs if task.logprobs else [math.nan] * len(tokens))
         self._asked = self._asked or task.logprobs
 
+    def add_prompt(self, task: SimGeneration, weights: Weights) -> None:
+        self.prompts.append((task.id[1], task.of_prompt))
+        self._prompt_logprobs.extend(prompt_logprobs(task.prompt, task.of_prompt, weights))
+
     def frames(self) -> tuple[list[FrameSpec], tuple[bytes, ...]]:
         shape = (len(self._tokens),)
         specs, frames = [FrameSpec("tokens", "int32", shape)], [self._tokens.tobytes()]
         if self._asked:
             specs.append(FrameSpec("logprobs", "float32", shape))
             frames.append(self._logprobs.tobytes())
+        if self._top:
+            specs += column_specs(shape[0], False, self._top)
+            frames += top_of(self._tokens, self._logprobs, self._top, self._vocab)
+        if self.prompts:
+            specs += prompt_specs(self.prompts)
+            frames.append(self._prompt_logprobs.tobytes())
         return specs, tuple(frames)
+
+
+def top_of(tokens: Sequence[int], logprobs: Sequence[float], top: int, vocab: int) -> tuple[bytes, bytes]:
+    """The frames `top_ids` and `top_logprobs` of these tokens."""
+    ids = array("i", [(token + i) % vocab for token in tokens for i in range(top)])
+    return ids.tobytes(), array("f", [logprob - i for logprob in logprobs for i in range(top)]).tobytes()

@@ -152,6 +152,18 @@ def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(outcomes, "end_passed", end_passed)
 
 
+def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPatch) -> None:
+    real = generation_slots._wanted_of_prompt  # pyright: ignore[reportPrivateUsage]
+
+    def wanted(batch: RunningBatch) -> int:
+        request, start, _ = batch.slices[0]
+        work, state = request.work, request.generation
+        assert state is not None and isinstance(work, GenerateWork)
+        return 0 if start // work.n in state.prompt_tasks else real(batch)
+
+    patch.setattr(generation_slots, "_wanted_of_prompt", wanted)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -169,6 +181,7 @@ def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
         a_new_link_gets_tokens_before_its_request,
         sequences_that_come_back_keep_their_spans_alone,
         what_names_an_exact_version_outlives_it,
+        a_prompt_is_asked_for_once_though_its_worker_is_lost,
     ],
     ids=lambda mutate: mutate.__name__,
 )

@@ -90,6 +90,8 @@ def _from_client() -> list[Valid]:
                 stream=True,
                 credit=64,
                 logprobs=True,
+                top_logprobs=2,
+                prompt_logprobs=True,
                 partial=True,
                 ended=[[3, "stop", 7]],
                 priority=-5,
@@ -107,6 +109,14 @@ def _from_client() -> list[Valid]:
 def _to_client() -> list[Valid]:
     way = "coordinator-client"
     tokens = (ids("tokens", 31, 32, 41), floats("logprobs", (3,), -0.5, -0.25, -1.0))
+    details = (
+        floats("logprobs", (2,), -0.5, -0.25),
+        Array("top_ids", "int32", (2, 2), (31, 7, 32, 9)),
+        floats("top_logprobs", (2, 2), -0.5, -2.0, -0.25, -3.0),
+        floats("prompt_logprobs", (2,), 0.0, -1.5),
+    )
+    top = (ids("tokens", 31, 32), *details)
+    whole = (ids("output", 31, 32), lengths("output_lengths", 0, 2), *details)
     output = (ids("output", 31, 32, 33, 41), lengths("output_lengths", 3, 1), floats("logprobs", (4,), -0.5, -0.25, 0.0, -1.0))
     return [
         Valid(
@@ -138,6 +148,35 @@ def _to_client() -> list[Valid]:
             output,
         ),
         Valid(
+            "tokens-top",
+            way,
+            "the two most probable tokens in the place of each token, and the log-probabilities of a prompt",
+            {
+                "type": "tokens",
+                "runs": [[1, 0, 0, 2, 3]],
+                "frames": _specs(*top),
+                "prompts": [[1, 0, 2]],
+            },
+            top,
+        ),
+        Valid(
+            "generated-top",
+            way,
+            "with the two most probable tokens, and the log-probabilities of the second of two prompts",
+            {
+                "type": "generated",
+                "id": 1,
+                "version": 3,
+                "usage": [2, 3, 2, 0],
+                "timings": [150, 70000],
+                "ended": [[0, "interrupted", None], [1, "length", None]],
+                "spans": [[], [[3, 2]]],
+                "frames": _specs(*whole),
+                "prompts": [[1, 2]],
+            },
+            whole,
+        ),
+        Valid(
             "generated-continued",
             way,
             "the request brought two tokens of the first sequence along",
@@ -161,6 +200,13 @@ def _workers() -> list[Valid]:
     prompt = (ids("prompt", 21, 22, 31, 32),)
     tokens = (ids("tokens", 33, 34, 41), floats("logprobs", (3,), -0.5, -0.25, -1.0))
     none = (ids("tokens"),)
+    top = (
+        ids("tokens", 33),
+        floats("logprobs", (1,), -0.5),
+        Array("top_ids", "int32", (1, 2), (33, 7)),
+        floats("top_logprobs", (1, 2), -0.5, -2.0),
+        floats("prompt_logprobs", (2,), 0.0, -1.5),
+    )
     return [
         Valid(
             "ready-generating",
@@ -182,6 +228,20 @@ def _workers() -> list[Valid]:
                 "cached": [[8, 3]],
             },
             tokens,
+        ),
+        Valid(
+            "progress-top",
+            "worker-coordinator",
+            "a task with the two most probable tokens in the place of each token, and the log-probabilities of its prompt",
+            {
+                "type": "progress",
+                "epoch": EPOCH,
+                "version": 4,
+                "steps": [[8, 0, 0, 1, "", None]],
+                "frames": _specs(*top),
+                "prompts": [[8, 2]],
+            },
+            top,
         ),
         Valid(
             "progress-error",
@@ -208,6 +268,8 @@ def _workers() -> list[Valid]:
                 "n": 2,
                 "at": 2,
                 "logprobs": True,
+                "top_logprobs": 2,
+                "prompt_logprobs": 2,
                 "priority": 5,
             },
             prompt,

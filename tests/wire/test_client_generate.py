@@ -120,6 +120,10 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"n": 0}, "n", "1"),
     ("a", {"n": 1.0}, "n", ""),
     ("a", {"logprobs": 1}, "logprobs", ""),
+    ("a", {"top_logprobs": 21}, "top_logprobs", "20"),
+    ("a", {"top_logprobs": -1}, "top_logprobs", "0"),
+    ("a", {"top_logprobs": True}, "top_logprobs", ""),
+    ("a", {"prompt_logprobs": 1}, "prompt_logprobs", ""),
     ("a", {"partial": "yes"}, "partial", ""),
     ("a", {"priority": 1001}, "priority", "1000"),
     ("a", {"timeout": 0}, "timeout", "0"),
@@ -244,6 +248,10 @@ def test_what_stopped_stays_ended_and_what_was_too_short_goes_on(coordinator: Ge
         ({"token_ids": np.array([1, -2], np.int32)}, ".token_ids"),
         ({"logprobs": np.array([1.0], np.float32)}, ".logprobs"),
         ({"logprobs": [1.0, 2.0]}, ".logprobs"),
+        ({"top_ids": [[1], [2]]}, ".top_ids"),
+        ({"top_ids": np.zeros((2, 3), np.int64)}, ".top_ids"),
+        ({"top_logprobs": np.zeros((3, 2), np.float32)}, ".top_logprobs"),
+        ({"top_logprobs": np.zeros(2, np.float32)}, ".top_logprobs"),
         ({"finish_reason": "abort"}, ".finish_reason"),
         ({"matched": 1.5}, ".matched"),
         ({"matched": "\ud800"}, ".matched"),
@@ -255,7 +263,7 @@ def test_a_generation_that_was_made_wrong_is_refused(
     ids = np.array([1, 2], np.int32)
     made: dict[str, Any] = {"token_ids": ids, "logprobs": None, "finish_reason": "length", "matched": None, "spans": ()}
     with pytest.raises(errors.BadRequest) as refused:
-        generate(coordinator, "a", logprobs=True, continue_from=[[Generation(**made | wrong)]])
+        generate(coordinator, "a", top_logprobs=2, continue_from=[[Generation(**made | wrong)]])
     assert refused.value.field == f"continue_from[0][0]{field}"
     assert not coordinator.asked
 

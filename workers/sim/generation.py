@@ -10,7 +10,7 @@ from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.sim.prefix_cache import SimPrefixCache
-from enginepool.workers.sim.tokens import SimSequence
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, top_of
 
 
 class _Entry:
@@ -155,14 +155,20 @@ class SimGenerator:
         return tokens
 
     def _next(self, entry: _Entry, i: int, weights: Weights) -> None:
-        token, logprob, reason = entry.sequences[i].next(weights)
+        task = entry.task
+        token, logprob, reason = drawn = entry.sequences[i].next(weights)
         entry.output[i].append(token)
         if reason:
             del entry.sequences[i]
             self.cache.add(entry.prompt + entry.output[i].tobytes(), weights)
         matched = token if reason == "stop" else None
-        logprobs = (logprob,) if entry.task.logprobs else ()
-        entry.emit(NewTokens(i, (token,), logprobs, reason, matched, entry.cached if not i else None))
+        new = NewTokens(i, (token,), (logprob,) if task.logprobs else (), reason, matched, entry.cached if not i else None)
+        if task.top_logprobs:
+            ids, logprobs = top_of(drawn, task.top_logprobs, self._options.vocab)
+            new = new._replace(top_ids=(ids,), top_logprobs=(logprobs,))
+        if new.cached is not None and task.prompt_logprobs:
+            new = new._replace(prompt_logprobs=prompt_logprobs(entry.prompt, task.prompt_logprobs, weights))
+        entry.emit(new)
         if not i:
             entry.cached = None
         if not entry.sequences:

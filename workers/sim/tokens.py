@@ -7,6 +7,9 @@ With the names of `scores`, for the ids p of the prompt and the output so far, a
     END   in place of it, if (h modulo 2**32) * end_every < 2**32
     its logprob: the logarithm of ((h >> 41) + 0.5) / 2**23
 
+The most probable tokens in its place are (token + i) modulo vocab, with its logprob less i, for i from 0 on. The logprob of
+a token of the prompt is computed as that of a new one, for p up to and with it, and NaN for the first one.
+
 The first token of a sample s > 0 has h = mix((crc + 1) * k + A * s), unless the temperature is 0. END ends a sequence, as the
 token ids do that its request names; `ignore_eos` lets both pass. Before `min_new_tokens` both are forbidden, and always END as
 `token`, and `disallowed_token_ids`. The choices are the vocabulary, or `allowed_token_ids`: one of these is chosen in any case.
@@ -90,6 +93,21 @@ class SimSequence:
         if not early and not sampling.ignore_eos and token in self._stops:
             return Drawn(token, logprob, "stop")
         return Drawn(token, logprob, "length" if self.count >= sampling.max_new_tokens else "")
+
+
+def top_of(drawn: Drawn, top: int, vocab: int) -> tuple[list[int], list[float]]:
+    """(ids, logprobs) of the most probable tokens in the place of this one."""
+    return [(drawn.token + i) % vocab for i in range(top)], [drawn.logprob - i for i in range(top)]
+
+
+def prompt_logprobs(prompt: bytes | memoryview, count: int, weights: Weights) -> list[float]:
+    """Of the first `count` tokens of a prompt, as bytes of int32."""
+    out: list[float] = []
+    factor, crc = _factor(weights), 0
+    for first in range(0, 4 * count, 4):
+        crc = zlib.crc32(prompt[first : first + 4], crc)
+        out.append(math.log(((mix((crc + 1) * factor & _64) >> 41) + 0.5) / 2**23) if first else math.nan)
+    return out
 
 
 @lru_cache(256)

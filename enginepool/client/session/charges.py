@@ -30,7 +30,8 @@ def charge_of(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
     if isinstance(request, Generate):
         sequences = request.frames[1].shape[0] * request.n
         # Its tokens are kept twice for a moment: as they came, and in the answer.
-        return payload + 2 * (RESULT_BYTES + sequences * (SEQUENCE_BYTES + ELEMENT_BYTES * request.columns))
+        answer = RESULT_BYTES + sequences * (SEQUENCE_BYTES + ELEMENT_BYTES * request.columns)
+        return payload + 2 * (answer + ELEMENT_BYTES * request.prompt_columns)
     rows = request.frames[-1].shape[0]
     if has_row_labels(request.frames):
         frames = frames[:-1]

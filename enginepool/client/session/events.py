@@ -178,7 +178,8 @@ class Fail(SessionEffect, frozen=True):
 
 class StreamPart(SessionEffect, frozen=True):
     """The next tokens of a sequence of stream `id`, as bytes of int32, which weights of `version` computed; as many `logprobs`,
-    as bytes of float32, if asked for. `end`: the sequence has ended, after these tokens or without more."""
+    as bytes of float32, if asked for (with `top_logprobs`: their columns). `end`: the sequence has ended, after these tokens or
+    without more."""
 
     id: int
     sequence: int

@@ -12,7 +12,14 @@ import msgspec
 from enginepool.client.session.events import StreamPart
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import AnsweredSequence, GeneratedSequence, brought_tokens, read_generated, write_generated
+from enginepool.protocol.generated import (
+    AnsweredSequence,
+    GeneratedSequence,
+    brought_tokens,
+    read_generated,
+    read_prompts,
+    write_generated,
+)
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Run, SequenceEnd
 from enginepool.protocol.sampling import is_constrained
 
@@ -29,6 +36,8 @@ class ReceivedTokens:
         self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2:], rows)]
         for end in request.ended:
             self.sequences[end.sequence].end = end
+        #: by the number of a prompt: its log-probabilities, as bytes of float32
+        self.prompts: dict[int, Buffer] = {}
         #: tokens that arrived, and that the caller has taken, since the request was first sent; taken <= received
         self.received = self.taken = 0
         #: tokens that had arrived when the request was last sent: the coordinator counts from there
@@ -56,13 +65,20 @@ class ReceivedTokens:
             return None
         if sequence.end is not None:
             raise _malformed(run.id, f"sequence {run.sequence}: tokens after its end")
-        if self._request.logprobs and not logprobs:
-            raise _malformed(run.id, f"sequence {run.sequence}: tokens without logprobs")
+        width = 4 * self._request.width
+        if width and len(logprobs) != width * run.count:
+            raise _malformed(run.id, f"sequence {run.sequence}: tokens without their logprobs")
         new = bytes(tokens[4 * old :])
-        chances = bytes(logprobs[4 * old :]) if self._request.logprobs else b""
+        chances = bytes(logprobs[width * old :]) if width else b""
         sequence.extend(new, chances, run.version)
         self.received += run.count - old
         return StreamPart(run.id, run.sequence, new, chances, run.version)
+
+    def prompt(self, id_: int, number: int, logprobs: Buffer) -> None:
+        """The log-probabilities of a prompt. Raises WireError."""
+        if not self._request.prompt_logprobs or not 0 <= number < self._request.frames[1].shape[0]:
+            raise _malformed(id_, f"log-probabilities of prompt {number}")
+        self.prompts[number] = bytes(logprobs)
 
     def ended(self, id_: int, end: SequenceEnd) -> StreamPart | None:
         """A sequence has ended. None: that was known. Raises WireError."""
@@ -131,7 +147,7 @@ class ReceivedTokens:
         """
         parts: list[StreamPart] = []
         whole: list[AnsweredSequence] = []
-        rests = read_generated(answer, frames, len(self.sequences), self._request.logprobs)
+        rests = read_generated(answer, frames, len(self.sequences), self._request)
         for number, (rest, sequence) in enumerate(zip(rests, self.sequences, strict=True)):
             has = len(sequence.tokens)
             if not sequence.start <= rest.start <= has <= rest.stop or (sequence.end is not None and has < rest.stop):
@@ -139,15 +155,18 @@ class ReceivedTokens:
                 raise _malformed(answer.id, text)
             parts += self._missing(answer.id, number, rest)
             whole.append(sequence.answered(rest.end))
-        return parts, *write_generated(answer, whole, self._request.logprobs)
+        prompts = self.prompts | read_prompts(answer, frames, self._request)
+        return parts, *write_generated(answer, whole, self._request.logprobs, self._request.top_logprobs, prompts)
 
     def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> list[StreamPart]:
         """The parts of a sequence that only the final answer has. They are appended to it."""
         parts: list[StreamPart] = []
         first = rest.start
         for version, count in rest.spans:
-            here = slice(4 * (first - rest.start), 4 * (first - rest.start + count))
-            part = self.run(Run(id_, number, first, count, version), rest.tokens[here], rest.logprobs[here])
+            begin, width = first - rest.start, 4 * self._request.width
+            tokens = rest.tokens[4 * begin : 4 * (begin + count)]
+            logprobs = rest.logprobs[width * begin : width * (begin + count)]
+            part = self.run(Run(id_, number, first, count, version), tokens, logprobs)
             first += count
             if part is not None:
                 parts.append(part)

@@ -13,6 +13,7 @@ from enginepool.client.session.pending_requests import PendingRequests
 from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
+from enginepool.protocol.generated import read_columns
 from enginepool.protocol.messages import Cancel, Credit, ErrorReply, Generated, SequenceEnd, Tokens
 
 
@@ -33,14 +34,17 @@ class Streams:
 
     def received(self, message: Tokens, frames: Sequence[Buffer], now: float, out: list[SessionEffect]) -> None:
         """Tokens of streams arrived; those of requests that were answered or taken back are dropped."""
-        tokens, logprobs = memoryview(frames[0]), memoryview(frames[1] if len(frames) > 1 else b"")
+        columns, top = read_columns(message.frames, frames)
+        tokens, logprobs, width = memoryview(frames[0]), memoryview(columns), 1 + 2 * top
+        if message.prompts:
+            self._prompts(message, memoryview(frames[-1]), now, out)
         parts: dict[tuple[int, int], StreamPart] = {}
         end = 0
         for run in message.runs:
             first, end = end, end + 4 * run.count
             if (stream := self._stream(run.id, now)) is not None:
                 try:
-                    part = stream.run(run, tokens[first:end], logprobs[first:end])
+                    part = stream.run(run, tokens[first:end], logprobs[width * first : width * end])
                 except WireError as error:
                     self._fail(run.id, error, now, out)
                     continue
@@ -59,6 +63,17 @@ class Streams:
                     tokens_of = parts.get((one.id, one.sequence), part)
                     parts[one.id, one.sequence] = msgspec.structs.replace(tokens_of, end=part.end)
         out += parts.values()
+
+    def _prompts(self, message: Tokens, logprobs: memoryview, now: float, out: list[SessionEffect]) -> None:
+        """The log-probabilities of prompts."""
+        end = 0
+        for id_, number, count in message.prompts:
+            first, end = end, end + 4 * count
+            if (stream := self._stream(id_, now)) is not None:
+                try:
+                    stream.prompt(id_, number, logprobs[first:end])
+                except WireError as error:
+                    self._fail(id_, error, now, out)
 
     def finished(self, message: Generated, frames: Sequence[Buffer], now: float, out: list[SessionEffect]) -> Answer | Fail:
         """The final answer to a request: of a stream, after the parts that are still missing, the whole."""

@@ -44,7 +44,8 @@ class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
     __slots__ = (
-        "behind", "blocks", "cached", "credit", "expected", "losses", "lost_with", "sent", "sequences", "taken", "tasks",
+        "behind", "blocks", "cached", "credit", "expected", "losses", "lost_with", "prompt_tasks", "prompts", "sent",
+        "sequences", "taken", "tasks",
     )  # fmt: skip
 
     def __init__(self, work: GenerateWork) -> None:
@@ -59,6 +60,9 @@ class GenerationState(Generic[T]):
         self.blocks: tuple[int, list[int]] = (-1, [])
         #: by the number of a prompt: how many of its tokens an engine had in its prefix cache
         self.cached: dict[int, int] = {}
+        #: by the number of a prompt: its log-probabilities, as bytes of float32; and the task that was last asked for them
+        self.prompts: dict[int, bytes] = {}
+        self.prompt_tasks: dict[int, TaskId] = {}
         #: workers that were lost with it, and the latest of them
         self.losses = 0
         self.lost_with: object = None

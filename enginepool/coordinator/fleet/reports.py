@@ -11,6 +11,7 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start
 from enginepool.coordinator.requests import exact_version, generations, texts
 from enginepool.coordinator.requests.cached_prompts import count_cached
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.prompt_logprobs import take_prompts
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
 from enginepool.protocol.capabilities import halved
@@ -126,7 +127,7 @@ class WorkerReports:
         progress = any((e.epoch, step.task) in worker.batches and (step.count or step.reason) for step in e.steps)
         if e.version != worker.group.version:
             exact_version.take_back(self.requests, worker, e)
-        if wrong := count_cached(worker, e) or generations.generated(self.requests, worker, e):
+        if wrong := self._details(worker, e) or generations.generated(self.requests, worker, e):
             self.workers.lose(worker, wrong, kill=True)
             return
         if not progress:
@@ -135,6 +136,12 @@ class WorkerReports:
             allowed = self.core.config.timing.forward_s
             oldest.deadline, oldest.late = e.now + allowed, e.now + allowed / 2
             break
+
+    def _details(self, worker: Worker, e: ev.TokensGenerated) -> str:
+        """What a worker says of prompts, with their first tokens. Returns why no engine could have said it, or ""."""
+        if (not e.cached and not e.prompts) or e.epoch != self.core.epoch:
+            return ""
+        return count_cached(worker, e) or take_prompts(self.requests, worker, e)
 
     def tokenized(self, e: ev.TextTokenized) -> None:
         """A worker answered a tokenizing task."""

@@ -18,6 +18,7 @@ from enginepool.protocol.messages import (
     MAX_CREDIT,
     MAX_MATCHED,
     MAX_SEQUENCES,
+    MAX_TOP_LOGPROBS,
     Capabilities,
     FrameSpec,
     Generate,
@@ -36,17 +37,20 @@ _OUTPUT = ("output", "output_lengths")
 
 class GenerateWork(Work, frozen=True, gc=False):
     """A request to generate. `output`: the tokens that it brings along, and how many each sequence has; empty without any.
-    `output_max`: the largest of them, or -1."""
+    `output_max`: the largest of them, or -1. `width`: elements of each token in its answer, besides its id."""
 
     n: int = 1
     sampling: Sampling = Sampling()
     stream: bool = False
     credit: int = 0
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     partial: bool = False
     output: tuple[Buffer, ...] = ()
     output_max: int = -1
     ended: tuple[SequenceEnd, ...] = ()
+    width: int = 0
 
     def brought(self) -> Iterator[memoryview]:
         """The tokens that each sequence brings along, as bytes of int32."""
@@ -74,22 +78,28 @@ class GenerateOperation(Operation[GenerateWork]):
             raise bad("n", f"n: {message.n} for {prompts} prompts; 1 to {most}", most)
         if not 1 <= message.credit <= MAX_CREDIT:
             raise bad("credit", f"credit: {message.credit} is outside 1..{MAX_CREDIT}", str(MAX_CREDIT))
+        if not 0 <= message.top_logprobs <= MAX_TOP_LOGPROBS or (message.top_logprobs and not message.logprobs):
+            text = f"top_logprobs: {message.top_logprobs}; 0 to {MAX_TOP_LOGPROBS}, and only with logprobs"
+            raise bad("top_logprobs", text, str(MAX_TOP_LOGPROBS))
         output = _read_output(specs[2:], frames[2:], rows) if len(frames) > 2 or len(specs) > 2 else ()
         _check_ended(message.ended, output, rows, sampling.max_new_tokens)
         nbytes = sum(map(len, frames))
         digest = hash(
             (
                 self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
-                message.partial, message.min_version, message.version, *frames[:2],
+                message.top_logprobs, message.prompt_logprobs, message.partial, message.min_version, message.version,
+                *frames[:2],
             )
         )  # fmt: skip
         answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)
+        answer += ELEMENT_BYTES * message.prompt_columns
         # Its tokens are kept twice for a moment: as they came, and in the answer.
         held = REQUEST_BYTES + LABEL_BYTES * message.values + nbytes + 2 * answer
         return GenerateWork(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
             Part(specs[:2], operation=self.name), tuple(frames[:2]), values=message.values, charge=(answer, held),
             n=message.n, sampling=sampling, stream=message.stream, credit=message.credit, logprobs=message.logprobs,
+            top_logprobs=message.top_logprobs, prompt_logprobs=message.prompt_logprobs, width=message.width,
             partial=message.partial, output=output, output_max=_largest(output), ended=tuple(message.ended),
         )  # fmt: skip
 
@@ -102,6 +112,9 @@ class GenerateOperation(Operation[GenerateWork]):
                 return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := _missing_feature(sampling, can):
             return wrong
+        if work.top_logprobs > can.vocab:
+            text = f"top_logprobs: {work.top_logprobs}; the vocabulary has {can.vocab} tokens"
+            return bad("top_logprobs", text, str(can.vocab))
         if work.output_max >= can.vocab:
             return bad("output", f"output: token id {work.output_max} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := refuse_ids(work, can):
@@ -115,7 +128,7 @@ class GenerateOperation(Operation[GenerateWork]):
         return None
 
     def outputs(self, work: GenerateWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
-        return (("output", work.sampling.max_new_tokens),)
+        return (("output", work.sampling.max_new_tokens * (1 + work.width)),)
 
     def knows_outputs(self, work: GenerateWork, can: Capabilities | None) -> bool:
         return True

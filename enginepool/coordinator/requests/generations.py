@@ -16,7 +16,7 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests.stream_messages import StreamMessages
+from enginepool.coordinator.requests.stream_messages import StreamMessages, send_prompts
 from enginepool.coordinator.scheduling.generation_slots import prompt_length, remember
 from enginepool.coordinator.scheduling.preemption import to_preempt
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
@@ -56,7 +56,7 @@ class StreamRequests(Protocol):
 
 def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
     """A worker generated tokens. Returns why no engine could have generated them, or ""."""
-    core, batches, out = requests.core, worker.batches, StreamMessages()
+    core, batches, out = requests.core, worker.batches, StreamMessages(e.top)
     if e.epoch != core.epoch:
         return ""
     can = worker.capabilities
@@ -65,6 +65,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     finished, more = list[Request](), dict[Request, None]()
     failed: list[tuple[Request, str]] = []
     tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
+    width = 1 + 2 * e.top if len(logprobs) else 0
     wrong = ""
     for step in e.steps:
         first, end = end, end + 4 * step.count
@@ -81,12 +82,12 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             wrong = f"it generated sequence {step.sequence} of {stop - start}"
             break
         sequence = state.sequences[place]
-        if wrong := _impossible(work, sequence, step, len(logprobs)):
+        if wrong := _impossible(work, sequence, step, width):
             wrong = f"it generated for request {request!r}: {wrong}"
             break
         if step.count:
             part = tokens[first:end]
-            chances = logprobs[first:end] if work.logprobs else logprobs[:0]
+            chances = logprobs[first * width : end * width] if work.logprobs else logprobs[:0]
             sequence.extend(part, chances, e.version)
             if work.logprobs and any(isnan(logprob) for logprob in chances.cast("f")):
                 failed.append((request, f"the logprob of a token of sequence {place} is NaN"))
@@ -126,7 +127,7 @@ def _pass_on(out: StreamMessages, request: Request, run: Run, tokens: Buffer, lo
     return state.sent < state.taken + state.credit
 
 
-def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, logprobs: int) -> str:
+def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, width: int) -> str:
     """Why an engine cannot have generated this, or ""."""
     if step.reason == "error" and not step.count:
         return ""  # of a task that the worker cannot read, it does not know the position
@@ -137,8 +138,8 @@ def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, logpr
         return f"sequence {step.sequence}: position {step.at}, after {has} tokens"
     if has + step.count > work.sampling.max_new_tokens:
         return f"sequence {step.sequence}: {has + step.count} tokens, of max_new_tokens = {work.sampling.max_new_tokens}"
-    if work.logprobs and step.count and not logprobs:
-        return f"sequence {step.sequence}: no logprobs"
+    if work.width != width and step.count and (work.width or width > 1):
+        return f"sequence {step.sequence}: {width} logprobs of each token, instead of {work.width}"
     return ""
 
 
@@ -178,6 +179,7 @@ def sent_again(core: Context, request: Request, received: GenerateWork) -> None:
     state = request.generation
     if state is not None and received.stream:
         state.resume(received)
+        send_prompts(core, request, sorted(state.prompts))
         flush(core, request)
 
 
@@ -185,15 +187,15 @@ def flush(core: Context, request: Request) -> None:
     """Send what waits here and the client has credit for."""
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)
-    out = StreamMessages()
+    out = StreamMessages(work.top_logprobs)
     for place in () if state.expected else tuple(state.behind):
         sequence, room = state.sequences[place], state.taken + state.credit - state.sent
         if sequence.sent < len(sequence.tokens) and not room:
             break
         for at, count, version in list(sequence.unsent(room)):
             tokens = memoryview(sequence.tokens)[at : at + count].tobytes()
-            first = at - sequence.start
-            chances = memoryview(sequence.logprobs)[first : first + count].tobytes() if work.logprobs else b""
+            first, width = at - sequence.start, work.width
+            chances = memoryview(sequence.logprobs)[width * first : width * (first + count)].tobytes()
             out.run(request, Run(request.id, place, at, count, version), tokens, chances)
             sequence.sent += count
             state.sent += count
@@ -301,5 +303,5 @@ def answer(requests: StreamRequests, request: Request) -> None:
     timings = Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6))
     answered = [sequence.answered(sequence.end) for sequence in state.sequences if sequence.end is not None]
     empty = Generated(request.id, request.group.version, usage, timings, [], [], [])
-    message, frames = write_generated(empty, answered, work.logprobs)
+    message, frames = write_generated(empty, answered, work.logprobs, work.top_logprobs, state.prompts)
     requests.finish_with(request, message, frames)

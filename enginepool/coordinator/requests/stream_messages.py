@@ -1,9 +1,13 @@
 """Messages of streams: tokens and ends of all streams of a client go in one message. Pure."""
 
+from collections.abc import Iterable
+
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request import Client, Request
+from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.protocol.generated import column_specs, prompt_specs, split_columns
 from enginepool.protocol.messages import FrameSpec, Run, SequenceEnd, StreamEnd, Tokens
 
 #: Of one message, so that its header is no longer than a receiver reads.
@@ -12,11 +16,16 @@ _NAN = b"\x00\x00\xc0\x7f"
 
 
 class StreamMessages:
-    """What clients are sent about their streams after one event: one message for each client."""
+    """What clients are sent about their streams after one event: one message for each client.
 
-    __slots__ = ("_ended", "_logprobs", "_runs", "_some", "_tokens")
+    Args:
+        top: `top_logprobs` of all of these streams.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_ended", "_logprobs", "_runs", "_some", "_tokens", "_top")
+
+    def __init__(self, top: int) -> None:
+        self._top = top
         self._runs: dict[Client, list[Run]] = {}
         self._tokens: dict[Client, list[Buffer]] = {}
         self._logprobs: dict[Client, list[Buffer]] = {}
@@ -25,7 +34,7 @@ class StreamMessages:
         self._some: set[Client] = set()
 
     def run(self, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> None:
-        """Tokens of a stream, as bytes; `logprobs` is empty where they are not asked for."""
+        """Tokens of a stream, as bytes; `logprobs` is empty where they are not asked for, and has columns with `top`."""
         client = request.client
         runs = self._runs.get(client)
         if runs is None:
@@ -54,6 +63,20 @@ class StreamMessages:
                 total = len(frames[0]) // 4
                 specs = [FrameSpec("tokens", "int32", (total,))]
                 if client in self._some:
-                    frames.append(b"".join(self._logprobs[client][part]))
-                    specs.append(FrameSpec("logprobs", "float32", (total,)))
+                    frames += split_columns(b"".join(self._logprobs[client][part]), self._top)
+                    specs += column_specs(total, True, self._top)
                 core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[ends]), frames))
+
+
+def send_prompts(core: Context, request: Request, numbers: Iterable[int]) -> None:
+    """The client of a stream gets what is known of these prompts: it has it then if another coordinator goes on."""
+    state, work, client = request.generation, request.work, request.client
+    assert state is not None and isinstance(work, GenerateWork)
+    if not work.stream or client.link is None or state.expected:
+        return
+    prompts = [(request.id, number, len(state.prompts[number]) // 4) for number in numbers]
+    if not prompts:
+        return
+    specs = [FrameSpec("tokens", "int32", (0,)), *prompt_specs(prompts)]
+    frames = [b"", b"".join(state.prompts[number] for _, number, _ in prompts)]
+    core.effects.append(ToClient(client.link, Tokens([], specs, prompts=prompts), frames))

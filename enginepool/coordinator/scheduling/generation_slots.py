@@ -117,9 +117,22 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
         sampling = replace(sampling, sampling_seed=(sampling.sampling_seed + start % work.n) & MAX_ID)
     spec = FrameSpec("prompt", "int32", (len(prompt) // 4,))
     message = StartGeneration(
-        batch.id, [spec], sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, priority=request.priority
-    )
+        batch.id, [spec], sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, top_logprobs=work.top_logprobs,
+        prompt_logprobs=_wanted_of_prompt(batch) if work.prompt_logprobs else 0, priority=request.priority,
+    )  # fmt: skip
     return message, [prompt]
+
+
+def _wanted_of_prompt(batch: RunningBatch) -> int:
+    """Of how many tokens of its prompt a task gives log-probabilities: of all, unless they are known, or another task does."""
+    request, start, _ = batch.slices[0]
+    work, state = _generation(request), request.generation
+    assert state is not None
+    prompt = start // work.n
+    if prompt in state.prompts or state.prompt_tasks.get(prompt) in state.tasks:
+        return 0
+    state.prompt_tasks[prompt] = batch.id
+    return prompt_length(request, prompt)
 
 
 def prompt_length(request: Request, prompt: int) -> int:

@@ -19,6 +19,7 @@ from enginepool.coordinator.weights.publish_validation import check_names, check
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
+from enginepool.protocol.generated import read_columns, token_width
 from enginepool.protocol.roles import FROM_CLIENT
 
 #: ranks of one worker; their sum over all members is sent to each
@@ -205,14 +206,26 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
         total += step.count
     found = [(spec.name, spec.dtype, spec.shape) for spec in progress.frames]
     tokens, logprobs = ("tokens", "int32", (total,)), ("logprobs", "float32", (total,))
-    if found not in ([tokens], [tokens, logprobs]):
-        raise WireError("malformed", f"frames: {found}; {total} tokens, and as many logprobs or none", field="frames")
+    if progress.prompts or found not in ([tokens], [tokens, logprobs]):
+        return _detailed(now, link, progress, frames, total)
     views = [memoryview(frame).cast("B") for frame in frames]
     chances = views[1] if len(views) > 1 else memoryview(b"")
     largest = int(np.frombuffer(views[0], np.uint32).max()) if total else -1
     return ev.TokensGenerated(
         now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest, progress.cached
     )
+
+
+def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Sequence[Buffer], total: int) -> ev.Event:
+    """`progress` that has more than tokens and their logprobs."""
+    token_width(progress.frames, total, progress.prompts)
+    columns, top = read_columns(progress.frames, frames)
+    ids = np.frombuffer(b"".join((frames[0], frames[2] if top else b"")), np.uint32)
+    return ev.TokensGenerated(
+        now, link, progress.epoch, progress.version, progress.steps, memoryview(frames[0]).cast("B"),
+        memoryview(columns).cast("B"), int(ids.max()) if ids.size else -1, progress.cached, top, progress.prompts,
+        memoryview(frames[-1]).cast("B") if progress.prompts else b"",
+    )  # fmt: skip
 
 
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:

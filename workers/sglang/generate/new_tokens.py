@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-#: Takes the new tokens of a request, their log-probabilities if it asked for some, why it ended, as SGLang says it, and how
-#: many tokens of its prompt were in SGLang's prefix cache. It never raises.
-Take = Callable[[list[int], Sequence[float], dict[str, Any] | None, int], None]
+#: Takes the new tokens of a request, their log-probabilities if it asked for some, why it ended, as SGLang says it, how many
+#: tokens of its prompt were in SGLang's prefix cache, and the message with the request's place in it. It never raises.
+Take = Callable[[list[int], Sequence[float], dict[str, Any] | None, int, Any, int], None]
 
 
 class SchedulerMessages:
@@ -46,7 +46,7 @@ class SchedulerMessages:
                 left.append(place)
                 continue
             reason = reasons[place]
-            take(list(output[place]), logprobs[place] or (), reason, cached[place])
+            take(list(output[place]), logprobs[place] or (), reason, cached[place], message, place)
             if reason is not None:
                 left.append(place)
         return left

@@ -39,6 +39,10 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
         )
     if not 1 <= task.n <= can.inflight_rows:
         raise EngineError(f"n: {task.n}; this engine runs 1 to {can.inflight_rows} sequences at once")
+    if not 0 <= task.top_logprobs <= can.vocab or (task.top_logprobs and not task.logprobs):
+        raise EngineError(f"top_logprobs: {task.top_logprobs}; 0 to {can.vocab}, and only with logprobs")
+    if not 0 <= task.prompt_logprobs <= prompt.size:
+        raise EngineError(f"prompt_logprobs: {task.prompt_logprobs}; the prompt has {prompt.size} tokens")
     wrong = next((token for token in s.stop_token_ids if not 0 <= token < can.vocab), None)
     if wrong is not None:
         raise EngineError(f"stop_token_ids: {wrong} is outside 0..{can.vocab - 1}")

@@ -75,8 +75,9 @@ class EngineGeneration:
             custom_logit_processor=self._processor if "custom_params" in params else None,
             rid=rid,
             stream=True,
-            return_logprob=task.logprobs,
-            logprob_start_len=-1,
+            return_logprob=task.logprobs or bool(task.prompt_logprobs and not sequence),
+            logprob_start_len=0 if task.prompt_logprobs and not sequence else -1,
+            top_logprobs_num=task.top_logprobs,
             priority=task.priority * self._priority_sign if self._priority_sign else None,
         )
         return self._tm.generate_request(request, None)
@@ -104,6 +105,8 @@ class Sequences:
         self._rids = [uuid.uuid4().hex for _ in range(task.n)]
         self._streams: list[asyncio.Task[None]] = []
         self._prefilled = asyncio.Event()
+        #: the task asks for more than tokens and their logprobs
+        self._detail = bool(task.top_logprobs or task.prompt_logprobs)
         #: the first sequence has tokens
         self._began = False
         self._dropped = False
@@ -159,9 +162,25 @@ class Sequences:
         if sequence in self._failed:
             raise EngineError(self._failed[sequence])
 
+    def _detailed(self, new: NewTokens, message: Any, place: int) -> NewTokens:
+        """New tokens with the rest that the task asks for. Raises EngineError."""
+        task = self._task
+        if task.top_logprobs and new.tokens:
+            ids, values = message.output_top_logprobs_idx[place], message.output_top_logprobs_val[place]
+            if [*map(len, ids)] != [task.top_logprobs] * len(new.tokens) or [*map(len, values)] != [*map(len, ids)]:
+                raise EngineError(f"top_logprobs: {len(ids)} rows for {len(new.tokens)} tokens; SGLang gave too few")
+            new = new._replace(top_ids=ids, top_logprobs=values)
+        if task.prompt_logprobs and new.cached is not None:
+            values = list(message.input_token_logprobs_val[place])[1 : task.prompt_logprobs]
+            if len(values) + 1 != task.prompt_logprobs or any(map(math.isnan, values)):
+                raise EngineError(f"prompt_logprobs: {len(values) + 1} of {task.prompt_logprobs} values, or NaN; {_LOOK}")
+            new = new._replace(prompt_logprobs=[math.nan, *values])
+        return new
+
     def _take(
-        self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int
-    ) -> None:
+        self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int,
+        message: Any, place: int,
+    ) -> None:  # fmt: skip
         """The next tokens of a sequence. Nothing is raised here: the engine's answers are read for all sequences at once."""
         found = None
         if not self._began and tokens:
@@ -174,7 +193,8 @@ class Sequences:
             if any(map(math.isnan, logprobs)):
                 raise EngineError(f"logprobs: NaN; {_LOOK}")
             if tokens or why:
-                self._emit(NewTokens(sequence, tokens, logprobs, why, matched, found))
+                new = NewTokens(sequence, tokens, logprobs if self._task.logprobs else (), why, matched, found)
+                self._emit(self._detailed(new, message, place) if self._detail else new)
         except Exception as error:
             self._failed[sequence] = one_line(error)
             if reason is None:

@@ -115,7 +115,10 @@ PRIVATE: tuple[Private, ...] = (
             "read", "one message per step",
         ),
     ),
-    *_private("generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences")),
+    *_private(
+        "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
+        ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
+    ),
     *_private(
         "generate/logit_processor.py", PROCESSORS,
         ("CustomLogitProcessor", "called", "the form in which SGLang takes a class"),
