@@ -1,5 +1,6 @@
 """SGLang's serving classes for a model, made in this process. They keep their settings in globals: one model per process."""
 
+import asyncio
 import importlib
 import importlib.util
 import logging
@@ -88,14 +89,18 @@ def build(model: str, settings: Mapping[str, Any]) -> Serving:
         folder = Path(model).expanduser()
         if model.startswith(("/", ".", "~")) and not (folder / "config.json").is_file():
             raise ConfigError(f"{model}: no config.json there; give model=, a folder on this host or a name of the model hub")
+        loops: Any = asyncio
+        policy = loops.get_event_loop_policy()
         try:
             engine = _import()
         except ImportError as error:
             raise ConfigError(f"SGLang cannot be imported here ({one_line(error)}); {INSTALL}") from error
         try:
             serving = _serve(engine, str(folder) if folder.is_dir() else model, settings)
-        except (OSError, TypeError, ValueError) as error:
+        except Exception as error:  # SGLang and transformers raise many kinds
             raise ConfigError(f"{model}: SGLang cannot serve it: {one_line(error)}") from error
+        finally:
+            loops.set_event_loop_policy(policy)  # SGLang sets another one when it is imported
         _served = (model, dict(settings))
         return serving
 
@@ -122,9 +127,10 @@ def _serve(engine: Any, model: str, settings: Mapping[str, Any]) -> Serving:
     chat: Any = importlib.import_module("sglang.srt.entrypoints.openai.serving_chat")
     completion: Any = importlib.import_module("sglang.srt.entrypoints.openai.serving_completions")
     protocol: Any = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
-    return Serving(
-        manager, chat.OpenAIServingChat(manager, templates), completion.OpenAIServingCompletion(manager, templates), protocol
-    )
+    talks = chat.OpenAIServingChat(manager, templates)
+    if thinks := talks._reasoning_detector:
+        manager.think_end = manager.tokenizer.encode(thinks.think_end_token, add_special_tokens=False)
+    return Serving(manager, talks, completion.OpenAIServingCompletion(manager, templates), protocol)
 
 
 def one_line(error: Exception) -> str:

@@ -51,6 +51,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
 
     Attributes:
         pool: generates; set before the first request.
+        think_end: the token ids that end the thoughts of the model; empty: it has none.
     """
 
     pool: Generator
@@ -59,6 +60,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         base: Any = super()
         base.__init__(server_args, port_args, **options)
         self._detokenizer = PoolDetokenizer(server_args, self.tokenizer)
+        self.think_end: list[int] = []
         #: those that run, by SGLang's id of each
         self._samples: dict[str, Samples] = {}
 
@@ -128,7 +130,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             call.prompts.append(Samples(self, call, request))
             call.prompts[-1].task.add_done_callback(partial(self._ended, call.prompts[-1]))
         self._samples[request.rid] = call.prompts[-1]
-        call.prompts[-1].add(PoolSequence(request, self.tokenizer))
+        call.prompts[-1].add(PoolSequence(request, self.tokenizer, self.think_end))
 
     def _abort(self, rid: str) -> None:
         if (samples := self._samples.pop(rid, None)) is not None:

@@ -83,10 +83,10 @@ def _refuse_parameters(given: Mapping[str, Any], reasoning: bool, prompts: int) 
         raise BadRequest(f"n: {n!r:.40} for {prompts} prompts; 1 to {most}", field="n", limit=str(most))
     grammar = next((name for name in _GRAMMARS if given.get(name)), "")
     if grammar and reasoning:
-        raise refused(
-            "response_format", "with a model that thinks first, whose thoughts the grammar would forbid; turn thinking off, "
-            "as in chat_template_kwargs={'enable_thinking': False}"
-        )  # fmt: skip
+        why = (
+            "a grammar (also of tool_choice) would forbid the thoughts of a model that thinks first; turn thinking off, as in "
+        )
+        raise refused("response_format", why + "chat_template_kwargs={'enable_thinking': False}")
 
 
 def refuse_template(options: Any) -> None:

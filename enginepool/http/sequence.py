@@ -31,15 +31,19 @@ class PoolSequence(_schedule.Req):
     Args:
         request: SGLang's `TokenizedGenerateReqInput`.
         tokenizer: of the model.
+        think_end: the token ids that end its thoughts; empty: it has none.
     """
 
-    def __init__(self, request: Any, tokenizer: Any) -> None:
+    def __init__(self, request: Any, tokenizer: Any, think_end: list[int]) -> None:
         self.rid = request.rid
         self.sampling_params = request.sampling_params
         self.tokenizer = tokenizer
         self.origin_input_ids_unpadded = array("q", request.input_ids)
         self.output_ids = array("q")
         self.surr_offset = self.read_offset = self.finished_len = None
+        self.reasoning_tokens = self._think_end_match_len = 0
+        self._is_reasoning_over = not (request.require_reasoning and think_end)
+        self._think_end, self._think_end_matcher = think_end, None
         #: set once SGLang waits for its answers
         self.awaited = asyncio.Event()
         #: of the prompt, those that the engine had in its cache; known at the end
@@ -54,6 +58,7 @@ class PoolSequence(_schedule.Req):
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
         """The next tokens."""
         self.output_ids.extend(token_ids)
+        self.update_reasoning_tokens(list(token_ids), self._think_end)
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.extend(logprobs)
         if self._spans and self._spans[-1][0] == version:
@@ -96,7 +101,7 @@ class PoolSequence(_schedule.Req):
             "spaces_between_special_tokens": [params.spaces_between_special_tokens],
             "no_stop_trim": [params.no_stop_trim],
             "prompt_tokens": [len(self.origin_input_ids_unpadded)],
-            "reasoning_tokens": [0],
+            "reasoning_tokens": [self.reasoning_tokens],
             "completion_tokens": [total],
             "cached_tokens": [self.cached_tokens],
             "retraction_counts": [0],

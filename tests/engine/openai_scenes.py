@@ -106,8 +106,10 @@ class Scenes:
 
     async def thoughts_are_told_from_the_answer_also_in_a_stream(self) -> None:
         self.pool.reset("<think>One and one.</think>Two")
-        message: Any = (await self.ask(thinking=True)).choices[0].message
+        found = await self.ask(thinking=True)
+        message: Any = found.choices[0].message
         assert (message.reasoning_content, message.content) == ("One and one.", "Two")
+        assert found.usage.reasoning_tokens == len(self.tokenizer.encode("<think>One and one.</think>"))
         deltas: list[Any] = [chunk.choices[0].delta for chunk in await self.streamed(thinking=True)]
         assert "".join(delta.reasoning_content or "" for delta in deltas) == "One and one."
         assert "".join(delta.content or "" for delta in deltas) == "Two"
