@@ -37,9 +37,9 @@ def test_the_longest_beginning_counts_and_memory_is_bounded() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     index.add([1, 2], "a")
     index.add([1, 2, 3], "b")
-    assert index.find([1, 2, 3, 4]) == "b" and index.find([7]) is None
+    assert index.find([1, 2, 3, 4]) == ("b", 0) and index.find([7]) is None
     index.add([1, 5], "a")
-    assert index.find([1, 2, 9]) == "b" and index.find([1, 9]) == "a"
+    assert index.find([1, 2, 9]) == ("b", 2) and index.find([1, 9]) == ("a", 1), "they went on differently"
     for block in range(REMEMBERED + 10):
         index.add([100 + block], "c")
     assert len(index) == REMEMBERED and index.find([1, 2, 3]) is None
@@ -73,6 +73,29 @@ def test_conversations_of_many_users_stay_where_they_were_and_the_load_is_even()
     assert max(given.values()) <= 1.2 * min(given.values()), given
 
 
+def test_users_who_share_a_system_prompt_are_spread_also_where_one_worker_could_do_it_all() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    for name in ("a", "b"):
+        pool.worker(name, can=ROOMY)
+    chance = np.random.default_rng(2)
+    system = chance.integers(0, 1 << 20, 10 * BLOCK).tolist()
+    talks = [[*system, *chance.integers(0, 1 << 20, 100).tolist()] for _ in range(64)]
+    last: dict[int, bytes] = {}
+    given = {b"a": 0, b"b": 0}
+    hits = 0
+    for turn in range(10):
+        for user, talk in enumerate(talks):
+            [task] = pool.tasks(pool.submit(client, 64 * turn + user + 1, ask(talk)))
+            hits += last.get(user) == task.link
+            last[user] = task.link
+            given[task.link] += 1
+            pool.step(task.link, (task, 0, 0, [1], "stop"))
+            talk += chance.integers(0, 1 << 20, 100).tolist()
+    assert hits == 64 * 9, "no turn moved"
+    assert max(given.values()) <= 1.2 * min(given.values()), given
+
+
 def test_the_next_turn_goes_to_the_worker_that_generated_the_turn_before_also_after_a_short_prompt() -> None:
     pool = GeneratingPool()
     client = pool.client()
@@ -103,6 +126,11 @@ def test_a_worker_with_much_more_to_do_is_not_preferred() -> None:
     rows = [links.count(b"a") + 1, links.count(b"b")]
     assert max(rows) <= bound(min(rows)) + 1, rows
     assert links[0] == b"a"
+
+
+def test_a_short_beginning_that_others_share_outweighs_no_sequence_and_a_long_one_some() -> None:
+    assert [bound(3, shared) for shared in (1, 16, 32, 1000)] == [3, 4, 5, 7]
+    assert bound(3) == 7 and bound(100) == 112
 
 
 def test_a_lost_worker_is_not_preferred() -> None:

@@ -33,8 +33,14 @@ def preferred(request: Request, least: Worker) -> Worker:
     prompt = request.back[0][0] // _generation(request).n
     if state.blocks[0] != prompt:
         state.blocks = prompt, blocks_of(_prompt(request, prompt))
-    worker = request.group.prefixes.find(state.blocks[1])
-    if worker is None or worker is least or not worker.open or worker.rows > bound(least.rows):
+    prefixes = request.group.prefixes
+    found = prefixes.find(state.blocks[1])
+    if found is None:
+        return least
+    worker, shared = found
+    if worker is least or not worker.open or worker.rows > bound(least.rows, shared):
+        return least
+    if shared and not prefixes.may_have(worker, least, shared):
         return least
     can = worker.capabilities
     assert can is not None
