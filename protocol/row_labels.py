@@ -7,12 +7,13 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.ragged import MAX_TOKENS, bad, max_id
 
-NAME = "labels"
+#: its name
+LABELS_FRAME = "labels"
 
 
 def has_row_labels(specs: Sequence[FrameSpec]) -> bool:
     """Whether the last of these frames has labels of each row."""
-    return bool(specs) and specs[-1].name == NAME
+    return bool(specs) and specs[-1].name == LABELS_FRAME
 
 
 def check_row_labels(spec: FrameSpec, frame: Buffer, rows: int) -> int:
@@ -24,15 +25,15 @@ def check_row_labels(spec: FrameSpec, frame: Buffer, rows: int) -> int:
     check_frames([spec], [frame])
     if spec.dtype != "int32" or len(spec.shape) != 2 or spec.shape[0] != rows:
         text = f"labels: {spec.dtype} {list(spec.shape)}; int32 [{rows}, labels], a row for each item"
-        raise WireError("malformed", text, field=NAME, limit=str(rows))
+        raise WireError("malformed", text, field=LABELS_FRAME, limit=str(rows))
     if not 0 < spec.shape[1] <= MAX_LABELS:
-        raise bad(NAME, f"labels: {spec.shape[1]} of each row; 1 to {MAX_LABELS}", str(MAX_LABELS))
+        raise bad(LABELS_FRAME, f"labels: {spec.shape[1]} of each row; 1 to {MAX_LABELS}", str(MAX_LABELS))
     most = max_id(frame)
     if most >= MAX_TOKENS:
-        raise bad(NAME, f"labels: token id {most - 2**32} is negative", "0")
+        raise bad(LABELS_FRAME, f"labels: token id {most - 2**32} is negative", "0")
     return most
 
 
 def cut_row_labels(frame: Buffer, columns: int, start: int, end: int) -> tuple[FrameSpec, Buffer]:
     """Those of rows `start` to `end`: a slice of the same bytes."""
-    return FrameSpec(NAME, "int32", (end - start, columns)), memoryview(frame)[4 * columns * start : 4 * columns * end]
+    return FrameSpec(LABELS_FRAME, "int32", (end - start, columns)), memoryview(frame)[4 * columns * start : 4 * columns * end]

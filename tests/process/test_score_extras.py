@@ -62,7 +62,11 @@ def test_a_pool_scores_chats_texts_and_ids_by_labels_that_are_texts(processes: P
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"messages": CHATS[:1]}, {"messages": CHATS[:1], "add_generation_prompt": False}, {"query": "q", "items": ["a"]}]
+    lines: list[dict[str, Any]] = [
+        {"messages": CHATS[:1]},
+        {"messages": CHATS[:1], "add_generation_prompt": False},
+        {"query": "q", "items": ["a"]},
+    ]
     lines.append({"query": "q", "items": ["a"], "label_token_ids": [ids("ny")]})
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, _, err = call("score", source, target, "--connect", daemon.address, "--labels", "y,n", "--truncation", "left")

@@ -16,9 +16,10 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
 from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
-from enginepool.protocol.row_labels import check_row_labels, has_row_labels
+from enginepool.protocol.row_labels import LABELS_FRAME, check_row_labels
 
 _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
+_ROWS, _CHATS = (SHARED, PAIRED), (ITEMS,)
 
 
 class ScoreWork(Work, frozen=True, gc=False):
@@ -38,20 +39,20 @@ class ScoreOperation(Operation[ScoreWork]):
     name = "score"
 
     def open(self, message: Score, frames: Sequence[Buffer]) -> ScoreWork:
-        labels = message.labels
+        labels, chat, temperature = message.labels, message.chat, message.temperature
         max_label = _check_labels(message) if labels else -1
-        _check_temperature(message)
+        if temperature != 1.0:
+            _check_temperature(message)
         specs = message.frames
         row_labels: Buffer = b""
-        if has_row_labels(specs) and len(specs) == len(frames):
+        if specs and specs[-1].name == LABELS_FRAME and len(specs) == len(frames):
             specs, frames, row_labels = specs[:-1], frames[:-1], frames[-1]
-        chat = message.chat
-        layouts = (SHARED, PAIRED) if chat is None else (ITEMS,)
+        layouts = _ROWS if chat is None else _CHATS
         rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, layouts, "a score request")
         if chat is not None:
             _check_chat(message, frames, text)
             tokens += MAX_TEMPLATE_TOKENS * rows
-        if len(specs) < len(message.frames):
+        if specs is not message.frames:
             max_label = _check_row_labels(message, row_labels, rows)
         columns = len(labels) or message.columns(frames)
         if message.softmax and columns == 1:
@@ -61,22 +62,21 @@ class ScoreOperation(Operation[ScoreWork]):
             shared = 0
         nbytes = sum(map(len, frames)) + len(row_labels)
         hidden = message.hidden
-        temperature = message.temperature
         part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden, temperature=temperature)
-        shape = (
+        shape: tuple[object, ...] = (
             message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden,
-            temperature, message.truncation, *message.label_texts,
-            None if chat is None else msgspec.msgpack.encode(chat),
+            temperature, message.truncation,
         )  # fmt: skip
-        digest = hash((*shape, message.min_version, message.version, len(specs), *frames, row_labels))
-        label_texts = tuple(message.label_texts)
-        values = len(labels) if chat is None and not label_texts else message.values
-        charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
+        label_texts, values = (), len(labels)
+        if chat is not None or message.label_texts or row_labels:
+            label_texts, values = tuple(message.label_texts), message.values
+            shape = (*shape, label_texts, msgspec.msgpack.encode(chat), row_labels)
+        digest = hash((*shape, message.min_version, message.version, len(specs), *frames))
+        charge = None if text or hidden or not labels else labels_charge(rows, values, nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text or label_texts != (),
-            nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, columns=columns,
-            max_label=max_label, raw=message.raw or chat is not None, label_texts=label_texts, chat=chat,
-            row_labels=row_labels,
+            nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, 0, row_labels, columns, max_label,
+            message.raw or chat is not None, label_texts, chat,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
