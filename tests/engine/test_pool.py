@@ -164,6 +164,44 @@ def test_text_is_scored_as_its_tokens(daemon: Daemon, reference: Reference) -> N
     np.testing.assert_allclose(result.scores, want, rtol=1e-4, atol=1e-5)
 
 
+def test_chats_labels_that_are_texts_and_truncated_rows_equal_the_direct_computation(
+    daemon: Daemon, reference: Reference
+) -> None:
+    tokenizer, softened = reference.tokenizer, {"apply_softmax": True, "temperature": 0.5}
+    texts = [text for text in ("yes", "no", " the", "a", "b") if len(tokenizer(text)["input_ids"]) == 1][:3]
+    labels = [tokenizer(text)["input_ids"][0] for text in texts]
+
+    async def scenario() -> tuple[int, list[ScoreResult]]:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready(timeout=START_S)
+            [limits] = [group.limits for group in (await pool.status()).groups if group.name == "policy"]
+            assert limits is not None
+            chats = [[{"role": "user", "content": content}] for content in ("Is it polite?", "a b " * limits.context)]
+            options: dict[str, Any] = {"group": "policy", **softened}
+            return limits.context, [
+                await pool.score(messages=chats, labels=texts, truncation="left", **options),
+                await pool.score([5, 6], [[7] * limits.context, [8]], labels=texts, truncation="right", **options),
+                await pool.score([5, 6], [[7], [8]], label_token_ids=[labels, labels[::-1]], **options),
+            ]
+
+    def want(row: list[int], labels: list[int]) -> Any:
+        shares = np.exp(reference.logits(row, labels) / 0.5)
+        return shares / shares.sum()
+
+    context, found = asyncio.run(scenario())
+    chats = [[{"role": "user", "content": content}] for content in ("Is it polite?", "a b " * context)]
+    rendered = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    expected = [
+        [want(row[-context:], labels) for row in rendered],
+        [want(row, labels) for row in ([5, 6, *[7] * (context - 2)], [5, 6, 8])],
+        [want([5, 6, 7], labels), want([5, 6, 8], labels[::-1])],
+    ]
+    for result, scores in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result.scores, scores, rtol=1e-4, atol=1e-5)
+        assert set(result.forwards) == {1}
+    assert [result.truncated for result in found] == [1, 1, 0]
+
+
 def test_what_this_model_cannot_serve_is_refused_with_field_and_limit(daemon: Daemon, reference: Reference) -> None:
     async def refused(pool: Pool, *args: Any, **kwargs: Any) -> BadRequest:
         with pytest.raises(BadRequest) as caught:

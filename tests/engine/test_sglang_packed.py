@@ -108,6 +108,14 @@ def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped
     assert logarithm["scores"].tolist() == [[-900.0]], "no probability of it fits into float32"
 
 
+def test_packed_rows_are_softened_by_the_temperature() -> None:
+    answers: list[dict[str, Any]] = [{"meta_info": {"input_token_ids_logprobs": [[], at(t8=0.5, t9=0.25)]}}]
+    asked = Part([], [8, 9], softmax=True, temperature=0.5)
+    rows = part([1], [[3]])
+    [found] = computed("causal", [RowPart(rows.query, rows.items, rows.item_lengths, asked=asked)], answers)
+    np.testing.assert_allclose(found["scores"], [[0.8, 0.2]], rtol=1e-6)
+
+
 class Tensor:
     """As much of a tensor as is used: rows, `float().numpy()`."""
 
