@@ -15,8 +15,9 @@ import pytest
 
 from enginepool import Generation, Generations, Pool, WeightPublisher
 from enginepool.config import GroupConfig, PoolConfig, Timing
-from enginepool.errors import BadRequest, EngineFailed
+from enginepool.errors import BadRequest, EngineFailed, Interrupted, VersionPassed
 from tests.engine.forked import ForkedDaemon
+from tests.engine.language_models import LanguageModel
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
@@ -129,6 +130,30 @@ def test_the_turns_of_a_session_are_right_and_find_their_history_in_the_prefix_c
     asyncio.run(scenario())
 
 
+def test_the_most_probable_tokens_and_the_log_probabilities_of_prompts_are_right(daemon: Daemon, models: Models) -> None:
+    prompts = [[5, 6, 7], [*range(40, 80)]]
+    direct = LanguageModel(models.causal)
+
+    async def scenario() -> Generations:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(START_S)
+            return await pool.generate(prompts, n=2, max_new_tokens=8, top_logprobs=4, prompt_logprobs=True, **GREEDY)
+
+    found = asyncio.run(scenario())
+    assert found.prompt_logprobs is not None
+    for prompt, samples, of_prompt in zip(prompts, found, found.prompt_logprobs, strict=True):
+        table = direct.logprobs([*prompt, *samples[0].token_ids.tolist()])
+        assert of_prompt is not None and np.isnan(of_prompt[0])
+        expected = [table[at, token] for at, token in enumerate(prompt[1:])]
+        np.testing.assert_allclose(of_prompt[1:], expected, rtol=1e-4, atol=1e-4)
+        for one in samples:
+            assert one.logprobs is not None and one.top_ids is not None and one.top_logprobs is not None
+            best = np.sort(table[len(prompt) - 1 : -1], axis=1)[:, ::-1][:, :4]
+            np.testing.assert_allclose(one.top_logprobs, best, rtol=1e-4, atol=1e-4)
+            assert one.top_ids[:, 0].tolist() == one.token_ids.tolist()
+            np.testing.assert_allclose(one.logprobs, one.top_logprobs[:, 0], rtol=1e-4, atol=1e-4)
+
+
 def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
     daemon: Daemon, models: Models, reference: Reference
 ) -> None:
@@ -149,15 +174,27 @@ def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
                     break
         return found
 
+    async def of_version_0(pool: Pool) -> Generation:
+        try:
+            return (await pool.generate(prompts[0], max_new_tokens=LONG, version=0, **GREEDY))[0][0]
+        except Interrupted as error:
+            return error.generations[0][0]
+
     async def scenario() -> list[dict[int, list[int]]]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(START_S)
             begun = [asyncio.Event() for _ in prompts]
+            pinned = asyncio.ensure_future(of_version_0(pool))
+            waits = asyncio.ensure_future(pool.generate(prompts[0], max_new_tokens=8, version=1, **GREEDY))
             streams = [asyncio.ensure_future(one(pool, prompt, each)) for prompt, each in zip(prompts, begun, strict=True)]
             async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
                 for each in begun:
                     await each.wait()
                 await publisher.publish(new, 1, drain=0.5)
+            assert [version for version, _ in (await pinned).spans] == [0]
+            assert [version for version, _ in (await waits)[0][0].spans] == [1]
+            with pytest.raises(VersionPassed, match="version is 0, but the committed weight version is 1"):
+                await pool.generate(prompts[0], max_new_tokens=8, version=0, **GREEDY)
             return await asyncio.gather(*streams)
 
     results = asyncio.run(scenario())

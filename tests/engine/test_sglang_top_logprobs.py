@@ -62,7 +62,12 @@ def scaled(row: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any
 @pytest.mark.every_version
 @pytest.mark.parametrize(
     ("sampling", "temperature"),
-    [({}, 1.0), ({"temperature": 0.5, "sampling_seed": 7}, 0.5), ({"temperature": 2.0, "top_k": 2, "top_p": 0.5}, 2.0)],
+    [
+        ({}, 1.0),
+        ({"temperature": 0.5, "sampling_seed": 7}, 0.5),
+        ({"temperature": 2.0, "top_k": 2, "top_p": 0.5}, 2.0),
+        ({"logit_bias": {"7": 3.0}}, 1.0),
+    ],
 )
 def test_the_most_probable_tokens_are_those_at_the_temperature_before_others_are_taken_away(
     generating: HostedEngine, direct: LanguageModel, sampling: dict[str, Any], temperature: float
@@ -75,6 +80,7 @@ def test_the_most_probable_tokens_are_those_at_the_temperature_before_others_are
         assert ids.shape == values.shape == (len(tokens), TOP)
         table = direct.logprobs([*prompt, *tokens])[len(prompt) - 1 : -1]
         for row, token, logprob, top_ids, top in zip(table, tokens, chosen, ids, values, strict=True):
+            row[7] += 3.0 * ("logit_bias" in sampling)
             expected = scaled(row, temperature)
             np.testing.assert_allclose(top, np.sort(expected)[::-1][:TOP], rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(top, expected[top_ids], rtol=1e-4, atol=1e-4)
