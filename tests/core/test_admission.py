@@ -6,7 +6,7 @@ from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests import texts as request_texts
-from enginepool.coordinator.requests.memory import charge
+from enginepool.coordinator.requests.memory import NO_MEMORY_MS, charge
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.messages import FrameSpec, Tokenize
 from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
@@ -180,7 +180,7 @@ def test_an_answer_that_finds_no_memory_is_busy_and_the_next_attempt_is_answered
         patch.setattr(requests, "join_pieces", join)
         assert codes(pool.submit(link, 1, work(20))) == []
         (failure,) = failures(pool.finish_all()).values()
-    assert (failure.id, failure.code, failure.retry_after_ms) == (1, "busy", requests.NO_MEMORY_MS)
+    assert (failure.id, failure.code, failure.retry_after_ms) == (1, "busy", NO_MEMORY_MS)
     assert pool.machine.core.live_bytes == 0
     assert codes(pool.submit(link, 1, work(20))) == []
     assert 1 in results(pool.finish_all())

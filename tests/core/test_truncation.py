@@ -153,6 +153,24 @@ def test_a_row_that_cannot_be_cut_is_refused(early: bool) -> None:
     assert (failure.code, failure.field) == ("bad_request", "query")
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_without_memory_to_cut_rows_their_client_is_told_to_come_again(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("enginepool.coordinator.operations.truncation.truncate", exhausted)
+    pool = Pool()
+    client = pool.client()
+    if not early:
+        pool.worker(can=SHORT)
+    pool.submit(client, 1, asked(Score, [1], [list(range(50))], truncation="right"))
+    if early:
+        pool.worker(can=SHORT)
+    (failure,) = failures(pool.sent).values()
+    assert (failure.code, failure.field, failure.retry_after_ms) == ("busy", "buffer_bytes", 1000)
+    assert (pool.machine.core.live_bytes, pool.machine.core.live_rows) == (0, 0)
+
+
 def test_without_truncation_or_with_error_a_long_row_is_refused() -> None:
     pool = Pool()
     client = pool.client()

@@ -24,7 +24,7 @@ from enginepool.coordinator.requests.fitting import fitting
 from enginepool.coordinator.requests.generations import answer as answer_generation
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.requests.memory import charge, too_large
+from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
@@ -53,6 +53,9 @@ class Admission:
                 work = fitting(work, group)
             except WireError as error:
                 core.refuse(e.link, e.id, error.code, error.message, field=error.field, limit=error.limit)
+                return
+            except MemoryError:
+                core.effects.append(ToClient(e.link, out_of_memory(e.id)))
                 return
             e = replace(e, work=work)
         classes = classes_of(work, group.plain, group.packed, group.expected)

@@ -6,7 +6,6 @@ from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.labels import with_known_labels
 from enginepool.coordinator.operations.truncation import fitted
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
-from enginepool.protocol.errors import WireError
 
 
 def fitting(work: Work, group: Group) -> Work:
@@ -18,15 +17,15 @@ def fitting(work: Work, group: Group) -> Work:
     return _truncated(with_known_labels(work, group.label_ids), group)
 
 
-def truncate_waiting(request: Request) -> WireError | None:
-    """Cut the rows of a request of which none was ever given to a worker. Returns why they cannot be cut, or None."""
+def truncate_waiting(request: Request) -> None:
+    """Cut the rows of a request of which none was ever given to a worker.
+
+    Raises:
+        WireError: they cannot be cut.
+    """
     group, before = request.group, request.work.tokens
-    try:
-        request.work = _truncated(request.work, group)
-    except WireError as error:
-        return error
+    request.work = _truncated(request.work, group)
     group.tokens += request.work.tokens - before
-    return None
 
 
 def _truncated(work: Work, group: Group) -> Work:

@@ -12,14 +12,13 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.requests.fitting import truncate_waiting
 from enginepool.coordinator.requests.generations import interrupted, stop
-from enginepool.coordinator.requests.memory import charge, too_large
+from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage
 
-#: when a request that found no memory is sent again
-NO_MEMORY_MS = 1000
 #: codes of a failed part that clients are told; all others become `engine_error`. Some of the others are about the link or the
 #: whole pool: a client that gets one of these greets again, or pauses its requests to all groups.
 _TOLD = frozenset({"malformed", "bad_request", "too_large", "unsupported"})
@@ -34,8 +33,14 @@ class RequestLifecycle:
     def classify(self, request: Request) -> bool:
         """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
         group = request.group
-        if request.work.truncation and not request.started and (wrong := truncate_waiting(request)):
+        try:
+            if request.work.truncation and not request.started:
+                truncate_waiting(request)
+        except WireError as wrong:
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+            return False
+        except MemoryError:
+            self.no_memory(request)
             return False
         classes = classes_of(request.work, group.plain, group.packed, group.expected)
         if not isinstance(classes, int):
@@ -209,8 +214,7 @@ class RequestLifecycle:
 
     def no_memory(self, request: Request) -> None:
         """The process has no memory for what this request needs now; its client sends it again."""
-        text = "buffer_bytes: the coordinator has no memory for this request"
-        self.shed(request, ErrorReply("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
+        self.shed(request, out_of_memory(request.id))
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
         core = self.core

@@ -12,11 +12,13 @@ from enginepool.config import Limits
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, ErrorReply
 
 #: assumed columns of a classifier's scores, and of hidden states, until a worker says how many there are
 UNKNOWN_LABELS = 1024
 UNKNOWN_HIDDEN = 16_384
+#: when a request that found no memory is sent again
+NO_MEMORY_MS = 1000
 #: share of a memory bound above which the configured buffers come close to it
 CLOSE = 0.8
 
@@ -105,3 +107,9 @@ def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: 
         what = f"items: the request and its answer take {held} bytes; at most {limits.window_bytes}"
         return WireError("too_large", what, field="items", limit=str(limits.window_bytes))
     return None
+
+
+def out_of_memory(id: int) -> ErrorReply:
+    """The answer to a request for which there is no memory now."""
+    text = "buffer_bytes: the coordinator has no memory for this request"
+    return ErrorReply("busy", text, id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS)

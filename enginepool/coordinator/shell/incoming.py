@@ -5,7 +5,7 @@ import time
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.requests.lifecycle import NO_MEMORY_MS
+from enginepool.coordinator.requests.memory import NO_MEMORY_MS
 from enginepool.coordinator.shell.connections import pid_of
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.coordinator.shell.log import log
