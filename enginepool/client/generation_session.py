@@ -155,7 +155,7 @@ class Session:
 
         Args:
             at: tokens of the history that stay.
-            tokens: token ids; the next call goes on after them, and its turn begins at `at`.
+            tokens: token ids; the next call goes on after them, and they belong to its turn.
 
         Raises:
             BadRequest: `at` is not in the history, or `tokens` are none.
@@ -166,7 +166,7 @@ class Session:
         del self._tokens[at:]
         self._tokens.frombytes(new.tobytes())
         self._turns = [turn for turn in self._turns if turn < at]
-        self._next = at
+        self._next = min(self._next, at)
         self._touch()
 
     def close(self) -> None:

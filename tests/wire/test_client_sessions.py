@@ -88,10 +88,14 @@ def test_a_branch_is_independent_and_a_cut_history_goes_on_from_there(coordinato
         await session.generate([6], max_new_tokens=1)
         assert history(session) == [1, 0, 1, 4, 5, 6, 0] and session.turns == (0, 3)
         assert history(other) == [1, 0, 1, 2, 0, 3, 0]
+        other.replace(7, [8, 9])
+        other.replace(8, [4])
+        await other.generate(max_new_tokens=1)
+        assert history(other)[7:] == [8, 4, 0] and other.turns == (0, 3, 5, 7), "both cuts are of one turn"
         session.replace(0)
         assert history(session) == [] and session.turns == ()
         session.close()
-        assert len(history(other)) == 7
+        assert len(history(other)) == 10
 
     scene(coordinator, main)
 
