@@ -137,11 +137,19 @@ def _parsed(kind: Any, body: bytes) -> Any:
     """The request in the JSON of a body. Raises BadRequest with the field at fault."""
     pydantic: Any = importlib.import_module("pydantic")
     try:
-        return kind.model_validate_json(body)
+        given: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body: not JSON: {error!s:.200}", field="body") from None
+    if not isinstance(given, dict):
+        raise BadRequest("body: not an object of JSON", field="body")
+    try:
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
         first: dict[str, Any] = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where or 'body'}: {first['msg']:.300}", field=where or "body") from None
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise BadRequest(f"{where}: {first['msg']:.300}", field=where) from None
+    except Exception as error:  # SGLang looks at some fields before their types are checked
+        raise BadRequest(f"body: a field has another type than it must have: {error!r:.200}", field="body") from None
 
 
 async def _encoded(pieces: AsyncGenerator[str | bytes], call: "PoolCall") -> AsyncGenerator[bytes]:

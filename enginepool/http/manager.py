@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
+from enginepool.client.arguments import bad
 from enginepool.errors import EnginepoolError
 from enginepool.http.failures import status_of
 from enginepool.http.refusals import refuse_dangerous, refused
@@ -91,9 +92,9 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
                 _name_versions(answer, call)
                 yield answer
                 call.advanced.set()
-        except EnginepoolError as error:
-            call.failure = error
-            raise _fastapi.HTTPException(status_of(error), str(error)) from error
+        except (EnginepoolError, OverflowError) as error:
+            call.failure = error if isinstance(error, EnginepoolError) else bad("prompt", f"prompt: a token id: {error}")
+            raise _fastapi.HTTPException(status_of(call.failure), str(call.failure)) from error
         except (ValueError, _fastapi.HTTPException):
             if call.failure is None:
                 raise

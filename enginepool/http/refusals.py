@@ -59,10 +59,12 @@ def refuse_dangerous(request: Any) -> None:
     """
     for name, (field, why) in _REFUSED.items():
         value: Any = getattr(request, name, None)
-        if _is_given(value, zero=name.endswith("_rank")):
+        if _is_given(value, zero=name.endswith(("_rank", "_room"))):
             raise refused(field, why)
     if getattr(request, "return_logprob", False) and _least(getattr(request, "logprob_start_len", -1)) >= 0:
         raise refused("echo", "the pool has no logprobs of prompts here (Pool.logprobs has); leave echo or logprobs out")
+    if not isinstance(getattr(request, "rid", None), str | None):
+        raise BadRequest("rid: not a text; one for the request, or none", field="rid")
     parameters = request.sampling_params
     parameters = cast("list[Any]", parameters if isinstance(parameters, list) else [parameters or {}])
     prompts = _prompts(request)

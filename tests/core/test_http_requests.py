@@ -31,6 +31,7 @@ def request(parameters: Any = None, **given: Any) -> Any:
         ({"top_logprobs_num": [0, 3]}, "top_logprobs"),
         ({"return_hidden_states": "last"}, "return_hidden_states"),
         ({"routed_dp_rank": 0}, "routed_dp_rank"),
+        ({"bootstrap_room": 0}, "bootstrap_room"),
         ({"cache_salt": "secret"}, "cache_salt"),
         ({"return_logprob": True, "logprob_start_len": 0}, "echo"),
     ],
@@ -66,6 +67,12 @@ def test_what_the_pool_serves_passes() -> None:
     refuse_template({"enable_thinking": False})
     with pytest.raises(BadRequest, match="chat_template is a program"):
         refuse_template({"chat_template": "{{ 1 }}"})
+
+
+def test_an_id_of_a_request_is_a_text() -> None:
+    refuse_dangerous(request(rid="mine"))
+    with pytest.raises(BadRequest, match=r"^rid: not a text"):
+        refuse_dangerous(request(rid=["a", "b"]))
 
 
 def settled(**given: Any) -> Any:

@@ -184,6 +184,26 @@ class Scenes:
                 assert isinstance(error, openai.BadRequestError) and error.param == field, (field, error)
         assert not self.pool.asked
 
+    async def a_body_that_is_no_request_is_refused(self) -> None:
+        self.pool.reset(TEXT)
+        cases = {
+            b"": "body",
+            b"\xff\xfe{": "body",
+            b"[]": "body",
+            b"{}": "messages",
+            b'{"messages": 5, "tools": 3}': "messages",
+        }
+        for body, field in cases.items():
+            reply = await self.endpoints.answer("POST", "/v1/chat/completions", {}, body, None)
+            assert isinstance(reply.body, bytes)
+            said = json.loads(reply.body)["error"]
+            assert (reply.status, said["param"]) == (400, field), (body, said)
+        for text in (b'{"prompt": [[99999999999999999999]]}', b'{"prompt": "a", "rid": ["a", "b"]}', b'{"prompt": []}'):
+            reply = await self.endpoints.answer("POST", "/v1/completions", {}, text, None)
+            assert reply.status == 400, (text, reply)
+        assert (await self.endpoints.answer("GET", "/v1/files", {}, b"", None)).status == 404
+        assert (await self.endpoints.answer("GET", "/v1/models/other", {}, b"", None)).status == 404
+
     async def a_call_that_is_left_is_taken_back_from_the_pool(self) -> None:
         self.pool.reset(TEXT)
         self.pool.hold.clear()
