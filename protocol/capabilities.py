@@ -75,12 +75,15 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
 def halved(can: Capabilities, times: int) -> Capabilities:
     """`can` with every budget halved so many times; none is less than one row, or one page.
 
-    The longest row that is accepted is never longer than all tokens in flight, and shrinks with them.
+    The longest row that is accepted is never longer than all tokens in flight, and shrinks with them. The longest sequence of a
+    worker that only generates stays: its key-value pool has room, and the engine computes long prompts in pieces.
     """
     for _ in range(times):
         page = can.page
+        least = -(-can.context // page) * page if can.operations == ("generate",) else page
         batch, inflight, cached = (
-            max(page, tokens // 2 // page * page) for tokens in (can.batch_tokens, can.inflight_tokens, can.cached_tokens)
+            min(tokens, max(least, tokens // 2 // page * page))
+            for tokens in (can.batch_tokens, can.inflight_tokens, can.cached_tokens)
         )
         context = min(can.context, inflight)
         can = msgspec.structs.replace(

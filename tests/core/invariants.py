@@ -89,7 +89,8 @@ def check_group(group: Group) -> None:
             group.weights_lost
         )
     for worker in group.workers.values():
-        head = group.queue.head(worker.class_) if worker.open and not worker.batches else None
+        idle = worker.open and not worker.batches and not group.resume_at
+        head = group.queue.head(worker.class_) if idle else None
         assert head is None, (group.name, worker, head)
     if group.reserved_worker is not None:
         assert group.reserved_worker.state is WorkerState.RESERVED and group.trial is None, (group.reserved_worker, group.trial)

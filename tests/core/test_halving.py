@@ -9,7 +9,9 @@ from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
 from enginepool.protocol.capabilities import MOST_HALVINGS, halved
-from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting
+from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, StartGeneration
+from tests.core.generations import CAN as GENERATING
+from tests.core.generations import GeneratingPool, generate, outputs
 from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
 from tests.core.test_classes import PACKED
 
@@ -215,3 +217,63 @@ def test_any_other_end_halves_nothing() -> None:
     bye(pool, b"a", memory=False)
     group = pool.machine.core.groups["g"]
     assert (group.halvings, group.suspects.size) == (0, 1)
+
+
+# --- sequences ------------------------------------------------------------------------------------------------------------
+
+
+def started(pool: GeneratingPool) -> list[StartGeneration]:
+    return [one.message for one in pool.tasks() if isinstance(one.message, StartGeneration)]
+
+
+def starved(pool: GeneratingPool, link: bytes) -> None:
+    pool.do(ev.WorkerSaid(0, link, Exiting("OutOfMemoryError", True, False, True)))
+
+
+def test_sequences_go_on_elsewhere_after_a_while_and_fewer_at_a_time() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("a", can=GENERATING)
+    pool.submit(pool.client(), 1, generate(*[3] * 8))
+    pool.step(link, (pool.tasks()[0], 0, 0, [7], ""))
+    for name, after_s, has in (("b", 0.5, [1, 0, 0, 0]), ("c", 1.0, [1, 0]), ("d", 2.0, [1])):
+        starved(pool, link)
+        begun = len(pool.tasks())
+        link = pool.worker(name, can=GENERATING)
+        pool.wait(after_s - 0.01)
+        assert len(pool.tasks()) == begun, "too soon"
+        pool.wait(0.3)
+        assert [one.at for one in started(pool)[begun:]] == has
+    group = pool.machine.core.groups["g"]
+    assert (group.halvings, group.trial, group.suspects.size) == (3, None, 0)
+
+
+def test_a_sequence_for_which_memory_runs_out_whenever_it_runs_alone_is_poisoned_with_its_sizes() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.submit(client, 1, generate(5, max_new_tokens=20))
+    for i, after_s in enumerate((0.5, 1.0, 2.0, 0.0)):
+        link = pool.worker(f"a{i}", can=GENERATING)
+        assert len(pool.tasks()) == i + 1
+        pool.step(link, (pool.tasks()[-1], 0, i, [7], ""))
+        starved(pool, link)
+        pool.wait(after_s + 0.3)
+    failure = failures(pool.sent)[1]
+    assert (failure.code, len(failure.evidence)) == ("poisoned", 3)
+    assert failure.message == (
+        "workers died 3 times while this request ran alone: 1 sequences after prompts of up to 5 tokens, with up to 4 of 20"
+        " tokens; a worker is given 4 with 100 tokens at once"
+    )
+    assert pool.machine.core.groups["g"].halvings == 1, "others are given less only once"
+    pool.worker("b", can=GENERATING)
+    pool.submit(client, 2, generate(3, max_new_tokens=1))
+    pool.wait(3.0)
+    pool.step(b"b", (pool.tasks()[-1], 0, 0, [7], "length"))
+    assert outputs(pool.sent).keys() == {2}
+
+
+def test_the_longest_sequence_of_an_engine_that_generates_stays_while_its_budgets_are_halved() -> None:
+    can = halved(GENERATING, MOST_HALVINGS)
+    assert (can.context, can.inflight_tokens, can.inflight_rows) == (100, 100, 1)
+    assert impossible(can) == ""
+    paged = halved(msgspec.structs.replace(GENERATING, page=64, inflight_tokens=640, batch_tokens=640), 4)
+    assert (paged.context, paged.inflight_tokens) == (100, 128)

@@ -167,6 +167,8 @@ class Plan:
             self._crowd(crowded)
         #: of a group, how many rows at a time an engine has memory for
         self.memory: dict[str, int] = {}
+        #: and how often its budgets are halved until all that it is given fits
+        self.halvings: dict[str, int] = {}
         if starved is not None:
             self._starve(starved)
         #: how often a call embeds
@@ -219,6 +221,8 @@ class Plan:
                 can, kind="causal", labels=0, hidden=0, separator=None, operations=(*can.operations, "generate"),
                 batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))), features=("logit_processors",),
             )  # fmt: skip
+            if name in self.memory:
+                self.memory[name] = max(1, self.capabilities[name].inflight_rows >> self.halvings[name])
         self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
         for kind in () if self.gentle else GENERATION_FAULTS:
             if random.random() < 0.3:
@@ -416,7 +420,7 @@ class Plan:
             self.external[name] = 0
             groups[name] = msgspec.structs.replace(group, workers=self.counts[name])
             can = self.capabilities[name]
-            times = random.randint(1, 3)
+            times = self.halvings[name] = random.randint(1, 3)
             self.memory[name] = max(1, can.inflight_rows >> times)
             # No row is too long for a worker whose budgets were halved so many times.
             self.capabilities[name] = msgspec.structs.replace(can, inflight_tokens=can.inflight_tokens << times)

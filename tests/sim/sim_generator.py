@@ -115,7 +115,9 @@ class SimGenerator:
         if engine.dead or engine.hangs:
             return
         fault = self._fault()
-        if fault == "crash":
+        if sum(inside.rows for inside in engine.inside.values()) > engine.profile.memory:
+            engine.crash("MemoryError: too many sequences")
+        elif fault == "crash":
             engine.crash(engine.by_chance("the engine crashed in a step"))
         elif fault == "abort":
             engine.host.kill()

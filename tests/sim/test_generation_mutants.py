@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from enginepool.coordinator.core import machine
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import TokensGenerated
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.fleet import reports
+from enginepool.coordinator.fleet import reports, workers
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations
 from enginepool.coordinator.scheduling import batches, generation_slots
@@ -226,3 +228,29 @@ def at_most_one_token_counts_as_cached(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_in_prefix_affinity_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, generating=True, talking=True))
+
+
+def no_group_starts_again_after_its_engines_ran_out_of_memory(patch: pytest.MonkeyPatch) -> None:
+    def resume(core: Context) -> None:
+        """Nothing."""
+
+    patch.setattr(machine, "resume", resume)
+
+
+def sequences_run_out_of_memory_as_often_as_they_are_given_again(patch: pytest.MonkeyPatch) -> None:
+    def halve(worker: Worker, now: float) -> bool:
+        return True
+
+    patch.setattr(workers, "halve", halve)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        no_group_starts_again_after_its_engines_ran_out_of_memory,
+        sequences_run_out_of_memory_as_often_as_they_are_given_again,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_planted_bug_in_sequences_without_memory_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, generating=True, starved=True))

@@ -414,7 +414,7 @@ def only_its_last_message_says_that_memory_ran_out(patch: pytest.MonkeyPatch) ->
 
 
 def a_loss_for_want_of_memory_counts(patch: pytest.MonkeyPatch) -> None:
-    def halve(worker: Worker) -> bool:
+    def halve(worker: Worker, now: float) -> bool:
         return False
 
     patch.setattr(fleet, "halve", halve)

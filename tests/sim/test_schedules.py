@@ -167,6 +167,13 @@ def test_engines_that_run_out_of_memory_lose_nothing_and_are_started_again(chunk
     assert halvings > SEEDS / 4
 
 
+def test_engines_that_run_out_of_memory_lose_no_sequence() -> None:
+    halvings = 0
+    for seed in range(FIRST, FIRST + SEEDS // 2):
+        halvings += simulate(seed, 1 + seed % 8, generating=True, starved=True).halvings
+    assert halvings > SEEDS / 8
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):

@@ -186,6 +186,8 @@ class Watch:
             assert waited < update.offer.drain_ms / 1000 + 1.0, f"held for {waited:.1f} s: {update}"
 
     def _no_idle_worker(self, group: Group) -> None:
+        if group.resume_at:
+            return  # an engine of it ran out of memory
         for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):
             worker = routing.least()
             if worker is None:

@@ -34,7 +34,7 @@ class Group:
         "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
         "heard_committed", "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
         "packed_routing", "peak", "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker",
-        "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
+        "resume_at", "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
         "trial", "version", "version_queue", "waiting", "weights", "weights_lost", "weights_lost_classes", "woken",
         "workers", "zeros",
     )  # fmt: skip
@@ -65,6 +65,8 @@ class Group:
         self.first_answer: tuple[UpdateRecord, float] | None = None
         #: how often budgets were halved; all workers' capabilities, and these, are halved as often
         self.halvings = 0
+        #: it starts no work before, because an engine of it ran out of memory; 0: it does
+        self.resume_at = 0.0
         #: of the first plain, and the first packed worker that was ready; None before that
         self.plain: Capabilities | None = None
         self.packed: Capabilities | None = None

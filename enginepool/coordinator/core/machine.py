@@ -32,6 +32,7 @@ from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.generations import credit, make_room
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import pump
+from enginepool.coordinator.scheduling.oom_backoff import resume
 from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
@@ -166,6 +167,7 @@ class Machine:
             self._next_watch = e.now + WATCH_S
             self._punctual_until = self._next_watch + STALL_S
             self.deadlines.check()
+            resume(core)
             self.planned.watch()
             core.watch_room()
             self.clients.expire()

@@ -23,7 +23,7 @@ from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.generations import stop_tasks
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.texts import texts_lost
-from enginepool.coordinator.scheduling.oom_backoff import halve
+from enginepool.coordinator.scheduling.oom_backoff import back_off, halve
 from enginepool.protocol.messages import Drain, ErrorReply, Exiting, Expired
 
 #: how many refused incarnations are remembered
@@ -119,7 +119,9 @@ class WorkerRegistry:
     def _out_of_memory(self, worker: Worker) -> None:
         """The engine of `worker` ran out of memory in a batch. If smaller batches may help, the loss counts neither against
         requests nor against the slot."""
-        if halve(worker):
+        smaller = halve(worker, self.core.now)
+        back_off(self.core, worker)
+        if smaller:
             worker.group.counts.lost_batches += len(worker.batches)
             self.recall(worker)
             self.requests.refit(worker.group)

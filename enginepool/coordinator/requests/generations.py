@@ -289,6 +289,16 @@ def stop_tasks(core: Context, tasks: Iterable[RunningBatch]) -> None:
             core.effects.append(ToWorker(worker.link, StopGeneration(core.epoch, counters)))
 
 
+def sizes(request: Request) -> str:
+    """What a worker had to hold for a request, and what it is given at once: for an error."""
+    work, state, can = request.work, request.generation, request.group.plain or request.group.packed
+    text = f"{work.rows} rows of up to {work.longest} tokens"
+    if state is not None and isinstance(work, GenerateWork):
+        has, most = max(len(sequence.tokens) for sequence in state.sequences), work.sampling.max_new_tokens
+        text = f"{work.rows} sequences after prompts of up to {work.longest} tokens, with up to {has} of {most} tokens"
+    return text if can is None else f"{text}; a worker is given {can.inflight_rows} with {can.inflight_tokens} tokens at once"
+
+
 # --- the answer ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.requests.fitting import truncate_waiting
-from enginepool.coordinator.requests.generations import interrupted, stop
+from enginepool.coordinator.requests.generations import interrupted, sizes, stop
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
 from enginepool.coordinator.scheduling.queue import ANY
@@ -169,7 +169,7 @@ class RequestLifecycle:
         request.evidence = (*request.evidence, reason)
         if request.attempts >= self.core.config.restart.max_attempts:
             request.group.counts.poisoned += 1
-            text = f"workers died {request.attempts} times while this request ran alone"
+            text = f"workers died {request.attempts} times while this request ran alone: {sizes(request)}"
             self.fail(request, "poisoned", text, evidence=request.evidence)
 
     # --- final answers -------------------------------------------------------------------------------------------------

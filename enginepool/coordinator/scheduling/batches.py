@@ -43,6 +43,8 @@ def pump(core: Context, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
     queue, routing, packed = group.queue, group.routing, group.packed_routing
     group.blocked = None
+    if core.now < group.resume_at:
+        return
     while True:
         if group.suspects.size or group.reserved_worker is not None:
             _try_suspect(core, group)
