@@ -9,6 +9,8 @@ import pytest
 from enginepool.client.payload import encode_row_labels, encode_shared
 from enginepool.client.session.charges import charge_of
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
+from enginepool.coordinator.operations.tokenize import with_ids
+from enginepool.coordinator.operations.truncation import truncate
 from enginepool.coordinator.requests.memory import charge
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.errors import BadRequest
@@ -77,6 +79,17 @@ def test_both_sides_charge_the_same_and_a_copy_is_known_by_its_labels() -> None:
     assert charge(SCORE.open(message, frames), CAN)[1] == charge_of(message, frames)
     assert work().digest != work([[i, 101 + i, i] for i in range(20)]).digest
     assert work().columns == 3
+
+
+def test_they_stay_charged_when_rows_are_truncated_or_tokenized() -> None:
+    before = work(truncation="left")
+    after = truncate(before, 6, 6)
+    assert after.truncated == 20 and after.row_labels == before.row_labels
+    assert before.nbytes - after.nbytes == 4 * 4 * 20, "four ids of each row are gone, and nothing else"
+    specs = [FrameSpec("items", "utf8", (2,)), FrameSpec("item_lengths", "uint32", (1,)), FrameSpec("labels", "int32", (1, 2))]
+    text = SCORE.open(Score(1, [FrameSpec("query", "utf8", (0,)), *specs]), [b"", b"ab", b"\2\0\0\0", bytes(8)])
+    ids = with_ids(text, [FrameSpec("items", "int32", (2,)), specs[1]], [bytes(8), b"\2\0\0\0"])
+    assert ids.nbytes == 8 + 4 + 8
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def with_ids(
         longest=longest,
         max_id=max_id,
         text=False,
-        nbytes=sum(map(len, frames)),
+        nbytes=sum(map(len, frames)) + len(work.row_labels),
         part=replace(work.part, frames=all_specs),
         frames=all_frames,
         shared=0,

@@ -92,7 +92,7 @@ def _with_frames(work: Work, frames: Sequence[Buffer], truncated: int) -> Work:
         tokens=tokens,
         longest=longest,
         max_id=max_id,
-        nbytes=sum(map(len, frames)),
+        nbytes=sum(map(len, frames)) + len(work.row_labels),
         part=replace(work.part, frames=specs),
         frames=tuple(frames),
         shared=shared if work.shared else 0,
