@@ -5,12 +5,23 @@ from typing import Any
 import msgspec
 import pytest
 
+from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_MATCHED, MAX_SEQUENCES, Batch, SequenceEnd, Step
+from enginepool.protocol.messages import (
+    MAX_HEADER_BYTES,
+    MAX_MATCHED,
+    MAX_SEQUENCES,
+    Batch,
+    FrameSpec,
+    Generate,
+    SequenceEnd,
+    Step,
+)
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
-from tests.core.machines import EPOCH, work
+from tests.core.machines import EPOCH, config, failures, work
 
 MIXED = msgspec.structs.replace(CAN, operations=("generate", "score"))
 
@@ -124,3 +135,28 @@ def test_an_answer_of_all_sequences_with_the_longest_match_fits_its_header() -> 
 def test_a_match_that_is_too_long_is_refused() -> None:
     with pytest.raises(WireError, match="128"):
         generate(3, output=[[1]], ended=[SequenceEnd(0, "stop", "é" * MAX_MATCHED)])
+
+
+def test_a_request_that_no_idle_coordinator_has_room_for_is_refused_instead_of_asked_to_wait() -> None:
+    pool = GeneratingPool(config(limits=Limits(max_message_bytes=1 << 20, window_bytes=1 << 20)))
+    content = generate(3, n=100, max_new_tokens=1500)
+    assert content.charge is not None and content.charge[0] < 1 << 20 < content.charge[1], "its tokens count twice"
+    (failure,) = failures(pool.submit(pool.client(), 1, content)).values()
+    assert (failure.code, failure.field, failure.limit) == ("too_large", "items", str(1 << 20))
+
+
+def test_an_answer_with_log_probabilities_of_prompts_is_no_longer_than_its_client_takes() -> None:
+    pool = GeneratingPool()
+    small = b"small"
+    pool.do(ev.ClientHello(0, small, b"c" * 16, b"t" * 16, 0, max_message_bytes=1 << 20))
+    assert failures(pool.submit(small, 1, generate(1 << 18))) == {}
+    (failure,) = failures(pool.submit(small, 2, generate(1 << 18, prompt_logprobs=True))).values()
+    assert (failure.code, failure.limit) == ("too_large", str(1 << 20))
+
+
+def test_a_prompt_of_text_counts_as_its_ids() -> None:
+    specs = [FrameSpec("items", "utf8", (1000,)), FrameSpec("item_lengths", "uint32", (1,))]
+    content = GENERATE.open(Generate(1, specs), [b"a" * 1000, (1000).to_bytes(4, "little")])
+    ids = generate(1000, max_new_tokens=128)
+    assert content.charge is not None and ids.charge is not None
+    assert content.charge[1] == ids.charge[1] + 1004

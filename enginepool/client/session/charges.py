@@ -31,7 +31,8 @@ def charge_of(request: RowRequest | Generate, frames: Sequence[Buffer]) -> int:
         sequences = request.frames[1].shape[0] * request.n
         # Its tokens are kept twice for a moment: as they came, and in the answer.
         answer = RESULT_BYTES + sequences * (SEQUENCE_BYTES + ELEMENT_BYTES * request.columns)
-        return payload + 2 * (answer + ELEMENT_BYTES * request.prompt_columns)
+        text = ELEMENT_BYTES * sum(spec.shape[0] for spec in request.frames[:2]) if request.frames[0].dtype == "utf8" else 0
+        return payload + text + 2 * (answer + ELEMENT_BYTES * request.prompt_columns)
     rows = request.frames[-1].shape[0]
     if has_row_labels(request.frames):
         frames = frames[:-1]

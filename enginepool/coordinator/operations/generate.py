@@ -95,6 +95,8 @@ class GenerateOperation(Operation[GenerateWork]):
         answer += ELEMENT_BYTES * message.prompt_columns
         # Its tokens are kept twice for a moment: as they came, and in the answer.
         held = REQUEST_BYTES + LABEL_BYTES * message.values + nbytes + 2 * answer
+        if text:
+            held += ELEMENT_BYTES * (tokens + prompts)  # a text becomes at most one id for each byte
         return GenerateWork(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
             Part(specs[:2], operation=self.name), tuple(frames[:2]), values=message.values, charge=(answer, held),

@@ -92,7 +92,7 @@ def misfit(limits: Limits, bounds: Sequence[Bound]) -> tuple[str, bool]:
 
 def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:
     """Why even an idle coordinator could not serve `work` to a client that accepts messages of so many bytes; or None."""
-    answer = answer_bytes(work, can)
+    answer, held = charge(work, can)
     text = ELEMENT_BYTES * (work.tokens + work.rows)
     if work.of_text and text > 2 * limits.max_message_bytes:
         most = 2 * limits.max_message_bytes // ELEMENT_BYTES - work.rows
@@ -103,7 +103,7 @@ def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: 
     if answer > message_bytes:
         what = f"items: an answer of {answer} bytes, {work.rows} rows of {columns_of(work, can)} float32"
         return WireError("too_large", f"{what}; at most {message_bytes}", field="items", limit=str(message_bytes))
-    if (held := request_bytes(work) + answer) > limits.window_bytes:
+    if held > limits.window_bytes:
         what = f"items: the request and its answer take {held} bytes; at most {limits.window_bytes}"
         return WireError("too_large", what, field="items", limit=str(limits.window_bytes))
     return None
