@@ -18,6 +18,7 @@ class EmbedLine(InputLine, forbid_unknown_fields=True):
     inputs: list[str | list[int]] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    instruction: str | None = None
     truncation: Literal["error", "left", "right"] | None = None
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ def embed(
     no_normalize: Annotated[
         bool, typer.Option("--no-normalize", help="Embeddings as the model pools them, of any length.")
     ] = False,
+    instruction: Annotated[str, typer.Option(metavar="TEXT", help="A text that goes before each input.")] = "",
     truncation: Truncation = None,
 ) -> dict[str, Any]:
     """Embed a file of texts or token ids through a running pool.
@@ -46,7 +48,8 @@ def embed(
     It reads, writes, stops and continues as `enginepool score` does.
 
     A line of IN is {"inputs": ...}: a list of texts, or of lists of token ids. It may have an "id", which comes back with the
-    answer, and any of dimensions, normalize, truncation, group, priority, timeout, min_version, version for itself.
+    answer, and any of dimensions, normalize, instruction, truncation, group, priority, timeout, min_version, version for
+    itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "embeddings", one row for each
     input; or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -56,4 +59,9 @@ def embed(
       enginepool embed texts.jsonl embeddings.jsonl
       enginepool embed texts.jsonl embeddings.jsonl --group documents --dimensions 256
     """
-    return {"dimensions": dimensions, "normalize": not no_normalize, "truncation": truncation and truncation.value}
+    return {
+        "dimensions": dimensions,
+        "normalize": not no_normalize,
+        "instruction": instruction or None,
+        "truncation": truncation and truncation.value,
+    }

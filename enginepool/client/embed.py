@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Any, Final, Unpack, cast
 
-from enginepool.client.arguments import Ids, check_int, check_options
+from enginepool.client.arguments import Ids, bad, check_int, check_options, kind, utf8
 from enginepool.client.payload import encode_rows
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
 from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
@@ -21,6 +21,7 @@ class EmbedOptions(TruncatedOptions, total=False):
 
     dimensions: int | None
     normalize: bool
+    instruction: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +58,8 @@ class EmbedCalls(RowCalls):
         Args:
             inputs: texts, or token ids of each input (also a two-dimensional array: a row each). None is empty.
             group: may be left out where the pool has one group.
+            instruction: a text that goes before each input, such as "Instruct: Find the answer.\\nQuery: ", as many models were
+                trained with before queries. Inputs are texts, then. Default: None.
             dimensions: the first so many values of each embedding; a model takes the sizes that its configuration names as
                 trained (`matryoshka_dimensions`, or `is_matryoshka` for any). Default: None, which is all.
             normalize: embeddings have length 1, after they were cut to `dimensions`. Default: True.
@@ -74,7 +77,7 @@ class EmbedCalls(RowCalls):
         Cancelling the task that awaits it takes the request back.
         """
         check_options("embed", options, EmbedOptions)
-        specs, frames = encode_rows("inputs", inputs)
+        specs, frames = encode_rows("inputs", instructed("inputs", inputs, options.get("instruction")))
         dimensions = options.get("dimensions")
         request = Embed(
             id=0,
@@ -83,6 +86,18 @@ class EmbedCalls(RowCalls):
             normalize=flag(options, "normalize", True),
         )
         return _read(*await self._submit(request, frames, _NAMES, options))
+
+
+def instructed(name: str, texts: Any, instruction: object) -> Any:
+    """`texts` with the instruction before each of them."""
+    if instruction is None:
+        return texts
+    if not isinstance(instruction, str):
+        raise bad("instruction", f"instruction: {kind(instruction)}; a text that goes before each text of {name}")
+    utf8("instruction", instruction)
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in cast("Any", texts)):
+        raise bad("instruction", f"instruction: {name} are no texts; put its token ids before theirs")
+    return [instruction + text for text in cast("Sequence[str]", texts)]
 
 
 def _read(result: Result, frames: Sequence[Buffer]) -> EmbedResult:

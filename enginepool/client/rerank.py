@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_int, check_options
-from enginepool.client.embed import EmbedCalls
+from enginepool.client.embed import EmbedCalls, instructed
 from enginepool.client.payload import check_label_texts, check_labels
 from enginepool.client.results import Floats
 from enginepool.client.row_calls import TruncatedOptions
@@ -20,7 +20,13 @@ from enginepool.protocol.messages import GroupLimits, Status, StatusReport
 STATUS_S = 10.0
 
 
-class RerankOptions(TruncatedOptions, total=False):
+class SimilarityOptions(TruncatedOptions, total=False):
+    """The options of `Pool.similarity`, which says what each one does."""
+
+    instruction: str | None
+
+
+class RerankOptions(SimilarityOptions, total=False):
     """The options of `Pool.rerank`, which says what each one does."""
 
     label_token_ids: Ids | None
@@ -52,19 +58,21 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         self,
         queries: Sequence[str] | Sequence[Ids],
         documents: Sequence[str] | Sequence[Ids],
-        **options: Unpack[TruncatedOptions],
+        **options: Unpack[SimilarityOptions],
     ) -> Floats:
         """The cosine of each query's embedding and each document's: float32 [queries, documents], in one request.
 
         Args:
             queries, documents: as `inputs` of `embed`: all texts, or all token ids.
+            instruction: a text that goes before each query, as in `embed`; queries are texts, then. Default: None.
             truncation: as in `embed`, of queries and documents.
             group, priority, timeout, retry_busy, min_version, version: as in `score`.
 
         Raises:
             BadRequest, EnginepoolError: as in `embed`.
         """
-        check_options("similarity", options, TruncatedOptions)
+        check_options("similarity", options, SimilarityOptions)
+        queries = instructed("queries", queries, options.pop("instruction", None))
         return (await self._cosines(queries, documents, options))[0]
 
     async def rerank(
@@ -82,6 +90,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             group: may be left out where the pool has one group.
             label_token_ids: causal models: two or more token ids that may follow; the first one means relevant.
             labels: the same by their texts (`["yes", "no"]`), as in `score`.
+            instruction: a text that goes before the query, as in `embed`; the query is text, then. Default: None.
             top_n: so many of the best. Default: None, which is all.
             truncation: as in `score`, of documents; for an embedding model as in `embed`, also of the query.
             priority, timeout, retry_busy, min_version, version: as in `score`.
@@ -93,6 +102,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         """
         check_options("rerank", options, RerankOptions)
         top_n = options.pop("top_n", None)
+        [query] = instructed("query", [query], options.pop("instruction", None))
         ids, texts = options.pop("label_token_ids", None), options.pop("labels", None)
         labels = check_labels(ids) or check_label_texts(texts, ids)
         most = None if top_n is None else check_int("top_n", top_n, 1, len(documents))

@@ -27,6 +27,15 @@ def embed(coordinator: FakeCoordinator, inputs: Any, **options: Any) -> EmbedRes
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_an_instruction_goes_before_each_text(coordinator: FakeCoordinator) -> None:
+    embed(coordinator, ["zwölf", "a"], instruction="Q: ")
+    assert coordinator.payloads == [["Q: zwölfQ: a".encode(), b"\x09\0\0\0\4\0\0\0"]]
+    for inputs, instruction in (([[1]], "Q: "), (["a"], 3), (["a"], "\ud800"), ("a", "Q: ")):
+        with pytest.raises(errors.BadRequest) as wrong:
+            embed(coordinator, inputs, instruction=instruction)
+        assert wrong.value.field == "instruction"
+
+
 @pytest.mark.parametrize(
     "inputs",
     [[[1, 2], [3]], (np.array([1, 2]), np.array([3], np.uint8)), [range(1, 3), (3,)]],

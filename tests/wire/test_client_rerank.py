@@ -78,6 +78,23 @@ def test_an_embedding_model_embeds_query_and_documents_in_one_request(coordinato
     assert sent.normalize
 
 
+def test_an_instruction_goes_before_the_query_alone(coordinator: FakeCoordinator) -> None:
+    coordinator.rule = scored(0.25)
+    rerank(coordinator, CROSS_ENCODER, "a", instruction="I: ")
+    assert coordinator.payloads[0][:2] == [b"I: q", b"a"]
+    ask(coordinator, EMBEDDING, lambda pool: pool.similarity(["q", "r"], ["a"], instruction="I: "))
+    assert coordinator.payloads[1][0] == b"I: qI: ra"
+    with pytest.raises(errors.BadRequest) as wrong:
+        ask(coordinator, CROSS_ENCODER, lambda pool: pool.rerank([1], [[2]], instruction="I: "))
+    assert wrong.value.field == "instruction"
+
+
+def test_labels_that_are_texts_rank_as_their_tokens_do(coordinator: FakeCoordinator) -> None:
+    coordinator.rule = scored(0.25, 0.75)
+    assert rerank(coordinator, CAUSAL, "a", "b", labels=["yes", "no"]).method == "labels"
+    assert (coordinator.scores[0].label_texts, coordinator.scores[0].softmax) == (["yes", "no"], True)
+
+
 def test_similarity_is_the_cosine_of_each_pair(coordinator: FakeCoordinator) -> None:
     found = ask(coordinator, EMBEDDING, lambda pool: pool.similarity([[1], [2]], [[3], [4], [5]]))
     rows = np.arange(20, dtype=np.float32).reshape(5, 4)
