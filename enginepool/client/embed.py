@@ -96,7 +96,7 @@ def instructed(name: str, texts: Any, instruction: object) -> Any:
         raise bad("instruction", f"instruction: {kind(instruction)}; a text that goes before each text of {name}")
     utf8("instruction", instruction)
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in cast("Any", texts)):
-        raise bad("instruction", f"instruction: {name} are no texts; put its token ids before theirs")
+        raise bad("instruction", f"instruction: {name} are no texts; put the ids of the instruction before each row")
     return [instruction + text for text in cast("Sequence[str]", texts)]
 
 

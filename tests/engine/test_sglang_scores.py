@@ -249,6 +249,7 @@ def test_text_becomes_the_ids_of_the_models_own_tokenizer(causal: HostedEngine, 
     assert causal.call("tokenize", []) == []
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_text_that_is_too_long_is_scored_without_tokens_of_its_item(
@@ -269,6 +270,7 @@ def test_a_text_that_is_too_long_is_scored_without_tokens_of_its_item(
     assert_close(outcome_of(causal, found.rows[0]), reference.label_scores(whole, (1, 2), False))
 
 
+@pytest.mark.every_version
 def test_a_label_by_its_text_is_one_token_or_refused_with_its_tokens(causal: HostedEngine, reference: Reference) -> None:
     def label_ids(*labels: str) -> list[int]:
         return causal.call("text_ids", TextTask([], Tokenize((0, 0), [], labels=list(labels)))).labels
@@ -284,6 +286,7 @@ def test_a_label_by_its_text_is_one_token_or_refused_with_its_tokens(causal: Hos
         label_ids("a", "qzx")
 
 
+@pytest.mark.every_version
 def test_chats_become_the_ids_that_transformers_makes_with_the_models_own_template(
     causal: HostedEngine, reference: Reference
 ) -> None:
