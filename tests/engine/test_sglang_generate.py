@@ -383,6 +383,18 @@ def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
     assert refusal(causal, task()).startswith("generate: this engine runs score")
 
 
+@pytest.mark.every_version
+def test_masks_and_schedules_hold_where_forwards_overlap(models: Models, reference: Reference) -> None:
+    """As on every GPU: SGLang notes a token only after it has launched the next forward."""
+    options = {"disable_overlap_schedule": False, "context_length": CONTEXT}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        engine = HostedEngine(str(models.causal), operations=("generate",), options=options).wait_until_started()
+        test_greedy_tokens_under_a_mask_are_the_likeliest_of_those_that_it_allows(engine, reference)
+        test_a_temperature_follows_its_schedule_by_the_position_in_the_output(engine, reference)
+        engine.end()
+
+
 def test_tasks_end_with_the_engine(models: Models) -> None:
     engine = HostedEngine(str(models.causal), operations=("generate",)).wait_until_started()
     with pytest.raises(EngineDied, match="killed by SIGKILL"):
