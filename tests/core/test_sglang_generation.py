@@ -1,6 +1,9 @@
 """What SGLang is started with where it generates, and which tasks are refused before its scheduler would die of them."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from enginepool.protocol.messages import Capabilities, Sampling, TemperatureSche
 from enginepool.workers.engine import EngineError, GenerationTask
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
+from enginepool.workers.sglang.generate.sequences import EngineGeneration
 from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features, generation_kwargs
 from enginepool.workers.sglang.host.settings import Running, SettingsError
 
@@ -64,6 +68,29 @@ def test_a_generating_engine_on_a_cpu_gets_what_sglang_needs_there() -> None:
 )
 def test_options_that_would_cut_batches_of_rows_are_taken(options: dict[str, Any]) -> None:
     assert options.items() <= kwargs_of(options=options).items()
+
+
+class AskedEngine(EngineGeneration):
+    """Notes what it is asked, and ends at once."""
+
+    def __init__(self, context: int) -> None:
+        can = Capabilities("causal", 512, context, 1000, 8, 1000, 8, operations=("generate",))
+        super().__init__(SimpleNamespace(_handle_batch_output=None), None, can, Running({}, 1000, 8, context), "")
+        self.asked: list[tuple[list[int], int]] = []
+
+    def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append((prompt, task.sampling.max_new_tokens))
+        return self._answers()
+
+    async def _answers(self) -> AsyncIterator[dict[str, Any]]:
+        yield {"meta_info": {"finish_reason": {"type": "length"}}}
+
+
+@pytest.mark.parametrize(("context", "prompt", "new"), [(100, 64, 4), (10, 6, 4), (2, 1, 1)])
+def test_a_warm_engine_has_computed_a_prompt_that_was_in_its_prefix_cache(context: int, prompt: int, new: int) -> None:
+    engine = AskedEngine(context)
+    asyncio.run(engine.warm_up())
+    assert engine.asked == [([0] * prompt, new)] * 2
 
 
 def test_an_order_without_priorities_turns_them_off() -> None:

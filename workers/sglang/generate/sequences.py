@@ -22,8 +22,8 @@ _NOT_FINITE = "NaN happened"
 _LOOK = "`enginepool weights validate` looks for NaN and infinity in the weights"
 #: characters of its reasons: those about grammars name all of the grammar
 _MOST_SAID = 300
-#: tokens of the first generation: a prefill, and decodes
-_WARM_TOKENS = 4
+#: tokens of the first generations: a prefill, and decodes
+_WARM_PROMPT, _WARM_TOKENS = 64, 4
 
 
 class EngineGeneration:
@@ -53,11 +53,16 @@ class EngineGeneration:
             self._priority_sign = 0
 
     async def warm_up(self) -> None:
-        """Generate a few tokens, so that kernels are compiled. Raises EngineError."""
-        prompt = np.zeros(1, np.int32)
-        new = min(_WARM_TOKENS, self.capabilities.context - 1)
+        """Generate a few tokens, so that kernels are compiled. Raises EngineError.
+
+        Twice: the second prompt is in the prefix cache. A prefill after cached tokens has kernels of its own, and so has each
+        piece but the first of a prompt that is prefilled in pieces.
+        """
+        new = max(1, min(_WARM_TOKENS, self.capabilities.context - 1))
+        prompt = np.zeros(max(1, min(_WARM_PROMPT, self.capabilities.context - new)), np.int32)
         task = GenerationTask(prompt, Sampling(max_new_tokens=new, ignore_eos=True), logprobs=True)
-        await Sequences(self, task, lambda _: None).run()
+        for _ in range(2):
+            await Sequences(self, task, lambda _: None).run()
 
     def forget(self) -> None:
         """The engine has dropped all prefixes. Nothing was noted of them here."""
