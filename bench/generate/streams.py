@@ -16,7 +16,11 @@ StreamPrompt = Callable[[list[int], int], AsyncIterator[int]]
 
 
 class Phase(msgspec.Struct, forbid_unknown_fields=True):
-    """So many streams at once for so many seconds: `prompt` random token ids below `vocab` each, `tokens` new ones."""
+    """So many streams at once for so many seconds: `prompt` random token ids below `vocab` each, `tokens` new ones.
+
+    `apart`: the first answer of each stream is shorter, by a random number of tokens, so that streams do not end at the same
+    moments.
+    """
 
     streams: int
     seconds: float
@@ -24,6 +28,7 @@ class Phase(msgspec.Struct, forbid_unknown_fields=True):
     tokens: int
     vocab: int
     seed: int
+    apart: bool = False
 
 
 class Streamed(msgspec.Struct):
@@ -43,14 +48,14 @@ async def run_phase(stream: StreamPrompt, phase: Phase) -> Streamed:
     start, end = begin + RAMP * phase.seconds, begin + phase.seconds
     counted, first_ms, failures = 0, list[float](), list[str]()
 
-    async def again(prompts: np.ndarray) -> None:  # type: ignore[type-arg]
+    async def again(prompts: np.ndarray, wanted: int) -> None:  # type: ignore[type-arg]
         nonlocal counted
         for prompt in prompts.tolist():
             asked = time.perf_counter()
             if asked >= end:
                 return
             got = 0
-            async for count in stream(prompt, phase.tokens):
+            async for count in stream(prompt, wanted):
                 now = time.perf_counter()
                 if not got and asked >= start:
                     first_ms.append((now - asked) * 1000)
@@ -60,13 +65,15 @@ async def run_phase(stream: StreamPrompt, phase: Phase) -> Streamed:
                 if now >= end:
                     break
             else:
-                if got != phase.tokens:
-                    failures.append(f"{got} tokens of {phase.tokens}")
+                if got != wanted:
+                    failures.append(f"{got} tokens of {wanted}")
+            wanted = phase.tokens
 
     rounds = max(2, int(phase.seconds * 8))
+    firsts = chance.integers(1, phase.tokens + 1, phase.streams).tolist() if phase.apart else [phase.tokens] * phase.streams
     tasks = [
-        asyncio.create_task(again(chance.integers(10, phase.vocab, (rounds, phase.prompt), dtype=np.int64)))
-        for _ in range(phase.streams)
+        asyncio.create_task(again(chance.integers(10, phase.vocab, (rounds, phase.prompt), dtype=np.int64), first))
+        for first in firsts
     ]
     await asyncio.gather(*tasks)
     return Streamed(counted / (end - start), first_ms, len(failures), failures[0] if failures else "")

@@ -16,13 +16,13 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
+from bench.peers.engine_settings import worker_kwargs
 from bench.score.callers import Answer
 from bench.score.load import own_voice, serve
 from bench.score.workloads import Shape
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer
-from enginepool.workers.sglang.host.settings import engine_kwargs
 
 
 class EngineCaller:
@@ -59,7 +59,7 @@ def start_engine(wanted: EngineSettings) -> tuple[Any, dict[str, Any]]:
         cpu_bridge.install()
     module: Any = importlib.import_module("sglang.srt.entrypoints.engine")
     fields = getattr(module.ServerArgs, "__struct_fields__", None) or module.ServerArgs.__dataclass_fields__
-    kwargs = engine_kwargs(wanted, {name for name in fields if not name.startswith("_")})
+    kwargs = worker_kwargs(wanted, {name for name in fields if not name.startswith("_")})
     engine = module.Engine
     if wanted.device == "cpu":
         # Reading these functions imports the bridge in the engine's processes, before SGLang.

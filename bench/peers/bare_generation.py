@@ -4,7 +4,6 @@ python -m bench.peers.bare_generation '{"model": ..., "device": ..., "options": 
 """
 
 import asyncio
-import gc
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,8 +21,7 @@ async def main() -> None:
     """Start the engine, then run the phases on stdin."""
     voice = own_voice()
     engine, kwargs = start_engine(msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings))
-    gc.collect()
-    gc.freeze()
+    await engine.tokenizer_manager.freeze_gc()
 
     async def stream(prompt: list[int], tokens: int) -> AsyncIterator[int]:
         sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
