@@ -20,9 +20,9 @@ from enginepool.protocol.messages import ErrorReply, Generate, Generated
 class ChunkIterator:
     """What `async for` holds while it runs. An async generator would be closed some turns of the loop after a `break`."""
 
-    def __init__(self, stream: "TokenStream") -> None:
+    def __init__(self, stream: "TokenStream", loop: asyncio.AbstractEventLoop) -> None:
         self._stream = stream
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
 
     def __aiter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class TokenStream:
         self._heard = asyncio.Event()
 
     def __aiter__(self) -> "ChunkIterator":
-        return ChunkIterator(self)
+        return ChunkIterator(self, asyncio.get_running_loop())
 
     async def next_chunk(self) -> TokenChunk | None:
         """The next tokens; None: all sequences have ended.

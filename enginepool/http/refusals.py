@@ -61,7 +61,7 @@ def refuse_dangerous(request: Any) -> None:
         value: Any = getattr(request, name, None)
         if _is_given(value, zero=name.endswith(("_rank", "_room"))):
             raise refused(field, why)
-    if getattr(request, "return_logprob", False) and _least(getattr(request, "logprob_start_len", -1)) >= 0:
+    if getattr(request, "return_logprob", False) and _largest(getattr(request, "logprob_start_len", -1)) >= 0:
         raise refused("echo", "the pool has no logprobs of prompts here (Pool.logprobs has); leave echo or logprobs out")
     if not isinstance(getattr(request, "rid", None), str | None):
         raise BadRequest("rid: not a text; one for the request, or none", field="rid")
@@ -110,10 +110,10 @@ def _is_given(value: Any, *, zero: bool = False) -> bool:
     return bool(value) or (zero and value == 0)
 
 
-def _least(value: Any) -> int:
+def _largest(value: Any) -> int:
     """Of one number, or of a list of them."""
     if isinstance(value, list):
-        return max((_least(one) for one in cast("list[Any]", value)), default=-1)
+        return max((_largest(one) for one in cast("list[Any]", value)), default=-1)
     return -1 if value is None else int(value)
 
 

@@ -1,6 +1,7 @@
 """`Pool.generate` and `Pool.stream` on a real socket: what travels, what comes back, and which arguments are refused."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -327,6 +328,16 @@ def test_a_loop_that_is_left_takes_the_request_back(coordinator: GeneratingCoord
 
     ask(coordinator, take)
     assert coordinator.wait_for(Cancel).id == coordinator.asked[0].id
+
+
+def test_a_loop_over_a_stream_needs_an_event_loop(coordinator: GeneratingCoordinator) -> None:
+    async def make(pool: Pool) -> TokenStream:
+        return pool.stream([1])
+
+    stream = ask(coordinator, make)
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        aiter(stream)
+    gc.collect()  # nothing is left behind that fails when it is collected
 
 
 @pytest.mark.parametrize("how", ["with", "cancel", "task"])
