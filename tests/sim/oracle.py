@@ -132,10 +132,14 @@ class Oracle:
             assert self.bounded and (not call.retry_busy or call.deadline is not None), told
         elif code == "too_large":
             # Its text as ids, its answer, or the two of them together; the package says how they count.
-            answer = 512 + len(call.prompts) * (2 + 4 * (len(call.columns) + call.hidden))
+            answer, kept = 512 + len(call.prompts) * (2 + 4 * (len(call.columns) + call.hidden)), 1
+            if call.generating is not None:
+                sequences = len(call.prompts) * call.score.n
+                answer = 512 + sequences * (128 + 4 * call.score.columns) + 4 * call.score.prompt_columns
+                kept = 2  # its tokens as they came, and the answer
             text = 4 * (call.tokens + len(call.prompts))
             message = 512 + 5 * len(call.columns) + sum(map(len, call.frames))
-            whole = answer + text + 2048 + 40 * len(call.columns) + sum(map(len, call.frames))
+            whole = kept * answer + text + 2048 + 40 * len(call.columns) + sum(map(len, call.frames))
             limits = self.limits
             large = max(answer, message) > limits.max_message_bytes or text > 2 * limits.max_message_bytes
             assert large or whole > limits.window_bytes, told
