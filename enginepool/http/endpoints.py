@@ -96,7 +96,7 @@ class Endpoints:
         group = named_group(report, self._group)
         serving = await asyncio.to_thread(build, self._model or group.model, self._settings)
         report = await self._pool.ready(group=group.name)
-        serving.manager.pool = self._pool
+        serving.manager.pool, serving.manager.group = self._pool, self._group
         if (limits := named_group(report, group.name).limits) is not None:
             serving.manager.context_len = min(serving.manager.context_len, limits.context)
         return serving

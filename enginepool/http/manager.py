@@ -16,6 +16,7 @@ from typing import Any, cast
 from enginepool.client.arguments import bad
 from enginepool.errors import EnginepoolError
 from enginepool.http.failures import status_of
+from enginepool.http.options import read_options
 from enginepool.http.refusals import refuse_dangerous, refused
 from enginepool.http.samples import Generator, PoolCall, Samples
 from enginepool.http.sequence import PoolSequence
@@ -51,11 +52,12 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
     """SGLang's `TokenizerManager`, whose scheduler is a pool.
 
     Attributes:
-        pool: generates; set before the first request.
+        pool: generates; set before the first request, as is the group that it asks.
         think_end: the token ids that end the thoughts of the model; empty: it has none.
     """
 
     pool: Generator
+    group = ""
 
     def __init__(self, server_args: Any, port_args: Any, **options: Any) -> None:
         base: Any = super()
@@ -74,16 +76,19 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         self.event_loop = asyncio.get_running_loop()
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As SGLang's own. `request` may hold the `PoolCall` that answers it, as its `state.pool_call`.
+        """As SGLang's own. `request` may have the `PoolCall` that answers it, as its `state.pool_call`; else `read_options`
+        reads its headers.
 
         Raises:
             HTTPException: the pool refused it, or failed, before anything was answered.
         """
-        call: PoolCall = getattr(getattr(request, "state", None), "pool_call", None) or PoolCall({})
+        call: PoolCall = getattr(getattr(request, "state", None), "pool_call", None) or PoolCall({"group": self.group})
         _current.set(call)
         begun = False
         base: Any = super()
         try:
+            if request is not None and "timeout" not in call.options:
+                call.options = {**call.options, **read_options(request.headers)}
             refuse_dangerous(obj)
             async for answer in base.generate_request(obj, request):
                 if call.failure is not None and not begun:

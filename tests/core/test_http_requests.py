@@ -1,11 +1,13 @@
 """What OpenAI's API takes of a request for a pool, what it refuses, and how it names an error. No SGLang here."""
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from enginepool.errors import BadRequest, Busy, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
+from enginepool.client.openai_calls import OpenAICalls
+from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
 from enginepool.http.build import SETTINGS, check_settings
 from enginepool.http.failures import body_of, status_of
 from enginepool.http.options import read_options
@@ -153,3 +155,18 @@ def test_settings_that_would_touch_an_engine_are_refused() -> None:
             check_settings(None, {name: 1})
     with pytest.raises(ValueError, match=r"^model: int"):
         check_settings(3, {})
+
+
+class NoPool(OpenAICalls):
+    _openai_endpoints: dict[str, Any] = {}  # noqa: RUF012
+
+
+def test_what_is_not_installed_is_named_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        return None if name in ("openai", "jsonschema") else name
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    with pytest.raises(
+        ConfigError, match=r'^openai: jsonschema, openai: not installed here; pip install "enginepool\[openai\]"$'
+    ):
+        NoPool().openai()

@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.requests import Request
 
 from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed
 from enginepool.http.build import build
@@ -183,6 +184,20 @@ class Scenes:
                 error = await self.failure(stream=stream, **more)
                 assert isinstance(error, openai.BadRequestError) and error.param == field, (field, error)
         assert not self.pool.asked
+
+    async def a_request_without_a_client_says_its_options_in_headers(self) -> None:
+        """As the requests of an HTTP server do."""
+        self.pool.reset(TEXT)
+        making: Any = self.endpoints._making  # pyright: ignore[reportPrivateUsage]
+        serving = making.result()
+        said = serving.protocol.CompletionRequest(prompt="a", max_tokens=5)
+        scope = {"type": "http", "headers": [(b"x-enginepool-timeout", b"7"), (b"x-enginepool-min-version", b"3")]}
+        found = await serving.completion.handle_request(said, Request(scope))
+        assert found.choices[0].text == TEXT
+        [asked] = self.pool.asked
+        assert (asked["group"], asked["timeout"], asked["min_version"]) == ("policy", 7.0, 3)
+        scope = {"type": "http", "headers": [(b"x-enginepool-timeout", b"soon")]}
+        assert (await serving.completion.handle_request(said, Request(scope))).status_code == 400
 
     async def a_body_that_is_no_request_is_refused(self) -> None:
         self.pool.reset(TEXT)
