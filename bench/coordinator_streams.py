@@ -21,7 +21,7 @@ from bench.processes import Child, cpu_seconds
 from bench.streams.load import Counted, Phase
 from bench.table import Row, Target, parser, show, write
 from bench.workers import GROUP
-from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.config_loader import encode_config
 
 WORKERS, STREAMS, CLIENTS = 4, 256, (1, 16, 256)
@@ -29,16 +29,20 @@ PATIENCE_S = 60.0
 COORDINATOR, WORKER, CLIENT = "coordinator", "workers", "clients"
 
 
-def start(folder: Path, stack: ExitStack, rate: float) -> tuple[Child, list[Child], Child]:
+def start(
+    folder: Path, stack: ExitStack, rate: float, slots: int = STREAMS, limits: Limits | None = None
+) -> tuple[Child, list[Child], Child]:
     """The coordinator, its workers, and the process of all clients."""
     listen, workers = f"ipc://{folder}/pool.sock", f"ipc://{folder}/workers.sock"
     group = GroupConfig(model="none", engine="sim", workers=0, operations=["generate"])
-    config = PoolConfig(groups={GROUP: group}, listen=listen, listen_workers=workers, state_dir=str(folder / "state"))
+    config = PoolConfig(
+        groups={GROUP: group}, listen=listen, listen_workers=workers, state_dir=str(folder / "state"), limits=limits or Limits()
+    )
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
     daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=folder, env=env, speaks=False)
     stack.callback(daemon.stop, hint=signal.SIGTERM)
     each = rate / WORKERS if rate else 1e9
-    argv = ["-m", "bench.streams.worker", workers, str(each), str(STREAMS // WORKERS)]
+    argv = ["-m", "bench.streams.worker", workers, str(each), str(slots // WORKERS)]
     children = [begin(stack, argv, folder) for _ in range(WORKERS)]
     return daemon, children, begin(stack, ["-m", "bench.streams.load", listen], folder)
 

@@ -71,12 +71,16 @@ assert Tokens.__struct_config__.tag == "tokens" and Generated.__struct_config__.
 
 
 class Client:
-    """One client and its streams."""
+    """One client and its streams. It reads and gives credit."""
+
+    gives_credit = True
+    #: messages that ZeroMQ takes before they are read; 0: any number
+    unread = 0
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, phase: Phase) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, self.unread)
         self.socket.connect(address)
         self._phase, self._id = phase, 0
         #: tokens of each stream that came, and that the coordinator was told of
@@ -112,7 +116,7 @@ class Client:
                     came = self._came[id_]
                     came[0] += count
                     self.tokens += count
-                    if came[0] - came[1] >= credit // 2:
+                    if self.gives_credit and came[0] - came[1] >= credit // 2:
                         came[1] = came[0]
                         self.say(Credit(id_, came[0]))
             elif type(message) is _Answer:
