@@ -2,8 +2,8 @@
 
 from enginepool.protocol.chat import read_chats
 from enginepool.protocol.errors import WireError
-from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
 from enginepool.workers.texts import TextIds, TextTask
+from enginepool.workers.truncated_rows import drop, refuse_nothing_left, too_long
 
 #: token id of the byte 0; ids below are special
 BYTE_OFFSET = 3
@@ -23,7 +23,7 @@ def text_ids(task: TextTask, separator: int | None) -> TextIds:
         first, second = (len(text.encode()) for text in texts[i])
         behind = 0 if asked.item_first else first + (separator is not None and first > 0)
         of_item = range(behind, behind + (first if asked.item_first else second))
-        unless_nothing_left(len(rows[i]) - len(of_item), asked, i)
+        refuse_nothing_left(len(rows[i]) - len(of_item), asked, i)
         rows[i] = drop(rows[i], of_item, asked)
     return TextIds(rows, len(longer), [_label_id(i, label) for i, label in enumerate(asked.labels)])
 

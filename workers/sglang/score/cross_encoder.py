@@ -13,7 +13,7 @@ from enginepool.protocol.messages import Tokenize
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.score.token_types import types_of
-from enginepool.workers.sglang.text.truncated_rows import too_long, unless_nothing_left
+from enginepool.workers.truncated_rows import refuse_nothing_left, too_long
 
 #: encoders whose head SGLang runs (`_cross_encoding_pooler_archs` there)
 _ARCHITECTURES = ("BertForSequenceClassification", "XLMRobertaForSequenceClassification")
@@ -127,7 +127,7 @@ def _truncated(tokenizer: Any, texts: tuple[str, ...], asked: Tokenize, row: int
     """A row whose item is cut on the side that was asked for."""
     item = -1 if len(texts) == 1 and asked.item_first else 0 if len(texts) == 1 or asked.item_first else 1
     whole = tokenizer(*texts, verbose=False)
-    unless_nothing_left(len(whole["input_ids"]) - whole.sequence_ids(0).count(item), asked, row)
+    refuse_nothing_left(len(whole["input_ids"]) - whole.sequence_ids(0).count(item), asked, row)
     side, tokenizer.truncation_side = tokenizer.truncation_side, asked.truncation
     try:
         how = "only_second" if item else "only_first"

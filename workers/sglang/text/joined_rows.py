@@ -5,7 +5,7 @@ from typing import Any
 
 from enginepool.protocol.messages import Tokenize
 from enginepool.workers.engine import EngineError
-from enginepool.workers.sglang.text.truncated_rows import drop, too_long, unless_nothing_left
+from enginepool.workers.truncated_rows import drop, refuse_nothing_left, too_long
 
 
 def joined_rows(tokenizer: Any, pairs: Sequence[tuple[str, str]], asked: Tokenize) -> tuple[list[list[int]], int]:
@@ -34,5 +34,5 @@ def _truncated(tokenizer: Any, first: str, second: str, asked: Tokenize, row: in
         # A token of both texts is of the query, which is kept.
         if not special and (end <= edge if asked.item_first else start >= edge):
             of_item.append(at)
-    unless_nothing_left(len(ids) - len(of_item), asked, row)
+    refuse_nothing_left(len(ids) - len(of_item), asked, row)
     return drop(ids, of_item, asked)

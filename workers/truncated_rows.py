@@ -13,8 +13,8 @@ def too_long(rows: Sequence[Sequence[int]], asked: Tokenize) -> list[int]:
     return [i for i, row in enumerate(rows) if len(row) > asked.longest]
 
 
-def unless_nothing_left(kept: int, asked: Tokenize, row: int) -> None:
-    """Raise WireError where so many tokens of a row, which are not truncated, leave no place for one of its item."""
+def refuse_nothing_left(kept: int, asked: Tokenize, row: int) -> None:
+    """Raise WireError where the `kept` tokens of a row, which are never truncated, leave no place for one of its item."""
     if kept < asked.longest:
         return
     most = asked.longest - 1
