@@ -138,7 +138,7 @@ def _parsed(kind: Any, body: bytes) -> Any:
     pydantic: Any = importlib.import_module("pydantic")
     try:
         given: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"body: not JSON: {error!s:.200}", field="body") from None
     if not isinstance(given, dict):
         raise BadRequest("body: not an object of JSON", field="body")

@@ -141,6 +141,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
     def _abort(self, rid: str) -> None:
         if (samples := self._samples.pop(rid, None)) is not None:
             samples.drop(rid)
+            self._detokenizer.decode_status.pop(rid, None)  # it forgets by itself only what has finished
             self._handle_abort_req(_messages.AbortReq(rid=rid))
 
     def _ended(self, samples: Samples, task: "asyncio.Task[None]") -> None:

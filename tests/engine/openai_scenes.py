@@ -205,6 +205,7 @@ class Scenes:
             b"": "body",
             b"\xff\xfe{": "body",
             b"[]": "body",
+            b"[" * 100_000: "body",
             b"{}": "messages",
             b'{"messages": 5, "tools": 3}': "messages",
         }
@@ -212,7 +213,7 @@ class Scenes:
             reply = await self.endpoints.answer("POST", "/v1/chat/completions", {}, body, None)
             assert isinstance(reply.body, bytes)
             said = json.loads(reply.body)["error"]
-            assert (reply.status, said["param"]) == (400, field), (body, said)
+            assert (reply.status, said["param"]) == (400, field), (body[:100], said)
         for text in (b'{"prompt": [[99999999999999999999]]}', b'{"prompt": "a", "rid": ["a", "b"]}', b'{"prompt": []}'):
             reply = await self.endpoints.answer("POST", "/v1/completions", {}, text, None)
             assert reply.status == 400, (text, reply)
@@ -227,6 +228,7 @@ class Scenes:
             async for _ in stream:
                 break
         await self.until(lambda: self.pool.cancelled == 1)
+        assert not self.manager._detokenizer.decode_status, "the texts of its samples are forgotten"
         self.pool.cancelled = 0
         call = asyncio.create_task(self.ask())
         await self.until(lambda: len(self.pool.asked) == 2)
