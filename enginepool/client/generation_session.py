@@ -68,8 +68,8 @@ class Session:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Where in the history each turn begins: a call's new tokens, which those that it generated follow. Raises
-        SessionClosed."""
+        """The positions in the history at which turns begin. A turn is the new tokens of a call, and then the tokens that the
+        call generated. Raises SessionClosed."""
         self._must_live()
         return tuple(self._turns)
 
@@ -86,7 +86,7 @@ class Session:
             the history was in the engine's prefix cache.
 
         Raises:
-            Interrupted: the sequence ended before its time. The history has its tokens: `generate()` goes on after them.
+            Interrupted: the sequence was interrupted. The history has its tokens: `generate()` goes on after them.
             SessionExpired: there was no call for `idle` seconds. SessionClosed: `close` was called.
             SessionBusy: a call of this session runs.
             EnginepoolError: as in `Pool.generate`. The history is as it was before the call, also when it is cancelled.
@@ -158,7 +158,7 @@ class Session:
             tokens: token ids; the next call goes on after them, and they belong to its turn.
 
         Raises:
-            BadRequest: `at` is not in the history, or `tokens` are none.
+            BadRequest: `at` is not in the history, or `tokens` are not token ids.
             SessionExpired, SessionClosed, SessionBusy: as in `generate`.
         """
         self._must_be_free()
@@ -271,6 +271,6 @@ class SessionCalls(GenerateCalls):
             idle: seconds without a call after which it drops its history; None: never.
 
         Raises:
-            BadRequest: an argument is none; `field` names it.
+            BadRequest: an argument is invalid; `field` names it.
         """
         return Session(self, check_group(group), check_timeout(idle, "idle"))

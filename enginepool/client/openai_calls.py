@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class OpenAICalls:
-    """Of a pool, what makes clients of OpenAI's API."""
+    """The calls of a pool that make clients of OpenAI's API."""
 
     #: those that were made, by their arguments
     _openai_endpoints: "dict[str, Endpoints]"

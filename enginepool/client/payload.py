@@ -294,13 +294,13 @@ def check_label_texts(labels: Any, ids: Any = None) -> list[str]:
 
 
 def check_softmax(softmax: bool, labels: int) -> None:
-    """Refuse `apply_softmax` over so many labels where its outcome is known."""
+    """Refuse `apply_softmax` over one label, which is always 1."""
     if softmax and labels == 1:
         raise bad("apply_softmax", "apply_softmax: over one label it is always 1.0; name more labels, or leave it out", "2")
 
 
 def check_temperature(value: Any, *, softmax: bool) -> float:
-    """`temperature` in its range; one that would change nothing is refused."""
+    """`temperature`, in its range; without `softmax` it must be 1, since it would have no effect."""
     name, allowed = "temperature", f"{LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise bad(name, f"{name}: {kind(value)}; a number from {allowed}")

@@ -162,7 +162,7 @@ class TokenStream:
         self.cancel()
 
     def _finish(self) -> None:
-        """The caller is done with it."""
+        """It has ended, or its caller has left it: the session that follows it is told so, once."""
         self.over = True
         follow, self._follow = self._follow, None
         if follow is not None:

@@ -1,4 +1,4 @@
-"""What OpenAI's API has no field for, in headers: the options of a pool's calls. Pure."""
+"""Options of a pool's calls that OpenAI's API has no field for: they are read from headers. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

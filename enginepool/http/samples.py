@@ -18,7 +18,7 @@ _MOST_UNREAD = 8
 
 
 class Generator(Protocol):
-    """Of `Pool`, what generates."""
+    """The methods of `Pool` that generate."""
 
     def generate(self, prompts: Any, **options: Any) -> Coroutine[Any, Any, Generations]:
         """As `Pool.generate`."""
@@ -30,7 +30,7 @@ class Generator(Protocol):
 
 
 class Reports(Protocol):
-    """Of the tokenizer manager, what samples need."""
+    """The part of the tokenizer manager that samples need."""
 
     pool: Generator
     context_len: int

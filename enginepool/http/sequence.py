@@ -17,7 +17,7 @@ _schedule: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
 _messages: Any = importlib.import_module("sglang.srt.managers.io_struct")
 _OUTPUT: Any = _messages.BatchTokenIDOutput
 _FIELDS: tuple[str, ...] = _OUTPUT.__struct_fields__
-#: What it must say, and this says none of.
+#: Its required fields, for those that are not filled here.
 _ABSENT: dict[str, Any] = {field.name: None for field in msgspec.structs.fields(_OUTPUT) if field.required}
 #: SGLang's form of a span of weight versions; its oldest versions have none.
 _Span: Any = None

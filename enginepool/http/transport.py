@@ -14,7 +14,7 @@ _TIMED_OUT = 504
 
 
 class Loop(Protocol):
-    """Of a `BlockingPool`, what runs on its loop."""
+    """The methods of a `BlockingPool` that run work on its loop."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a result."""

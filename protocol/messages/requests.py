@@ -8,9 +8,8 @@ import msgspec
 from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message, Truncation
 from enginepool.protocol.chat import ChatTemplate as ChatTemplate
 
-#: Temperatures of a score's softmax. Over scores of float32, a lower one than the first names only the best label.
+#: Bounds of a score's `temperature`. Below the first, float32 gives the best label all of the probability.
 LEAST_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1000
-
 
 #: Characters of a label that is named by its text.
 MAX_LABEL_TEXT = 64

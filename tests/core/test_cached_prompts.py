@@ -60,7 +60,7 @@ def test_a_worker_that_had_what_no_cache_can_have_is_lost(cached: int) -> None:
     progress = GenerationProgress(EPOCH, 0, [Step(counter, 0, 0, 1)], [FrameSpec("tokens", "int32", (1,))], [(counter, cached)])
     pool.do(worker_event(0.0, link, [encode_header(progress), np.array([1], np.int32).tobytes()]))
     assert not pool.machine.core.worker_links
-    assert any(f"it had {cached} of 3 tokens in its cache" in line for line in pool.logged)
+    assert any(f"it reported {cached} cached tokens of a prompt of 3" in line for line in pool.logged)
 
 
 def test_a_number_for_a_task_that_was_taken_back_is_ignored() -> None:

@@ -177,7 +177,7 @@ def _check_row_labels(message: Score, frame: Buffer, rows: int) -> int:
 
 
 def _check_chat(message: Score, frames: Sequence[Buffer], of_text: bool) -> None:
-    """Raises WireError for a request of chats that asks for what they cannot have."""
+    """Raises WireError for an option or a frame that chats cannot have."""
     if not of_text:
         raise bad("items", "items: int32; chats are text", "utf8")
     if (size := len(frames[0])) > MAX_CHAT_BYTES:
@@ -192,7 +192,7 @@ def _check_chat(message: Score, frames: Sequence[Buffer], of_text: bool) -> None
 
 
 def _check_temperature(message: Score) -> None:
-    """Raises WireError where the temperature is none, or would change nothing."""
+    """Raises WireError where the temperature is out of range, or given without `softmax`."""
     temperature = message.temperature
     if temperature == 1.0:
         return

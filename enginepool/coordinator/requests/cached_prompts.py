@@ -1,4 +1,4 @@
-"""What engines had of prompts in their prefix caches: for the usage in an answer, and for the status. Pure."""
+"""Tokens of prompts that engines found in their prefix caches: for the usage in an answer, and for the status. Pure."""
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.worker import Worker
@@ -7,7 +7,8 @@ from enginepool.coordinator.scheduling.generation_slots import prompt_length
 
 
 def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
-    """Count what a worker says, before the tokens that it says it with. Returns why no engine could have said it, or ""."""
+    """Count the cached tokens that a worker reports. Called before its new tokens are taken. Returns why no engine could have
+    reported them, or ""."""
     for counter, cached in e.cached:
         batch = worker.batches.get((e.epoch, counter))
         if batch is None:
@@ -15,12 +16,12 @@ def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
         request, start, _ = batch.slices[0]
         state, work = request.generation, request.work
         if state is None or not isinstance(work, GenerateWork):
-            return f"it had a prompt of the batch of rows {counter} in its cache"
+            return f"it reported cached tokens for task {counter}, which does not generate"
         number = start // work.n
         prompt = prompt_length(request, number)
         whole = prompt + len(state.sequences[start].tokens)
         if not 0 <= cached <= whole:
-            return f"it had {cached} of {whole} tokens in its cache"
+            return f"it reported {cached} cached tokens of a prompt of {whole}"
         # Each prompt counts once, as it was when its first task began.
         state.cached.setdefault(number, min(cached, prompt))
         for counts in (worker, worker.group.counts):

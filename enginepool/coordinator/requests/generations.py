@@ -115,7 +115,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
 
 
 def _pass_on(out: StreamMessages, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> bool:
-    """The client of a stream is sent these tokens if it has credit for all of them. Returns whether it has for some only."""
+    """Send these tokens to the client of a stream if it has credit for all of them. Returns whether it has credit for a part of
+    them only."""
     state = request.generation
     assert state is not None
     if run.sequence not in state.behind and state.sent + run.count <= state.taken + state.credit:
@@ -261,7 +262,7 @@ def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: 
 
 
 def end_early(work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
-    """A sequence has ended as far as it is."""
+    """End a sequence with the tokens that it has."""
     full = len(state.sequences[place].tokens) == work.sampling.max_new_tokens
     state.sequences[place].end = SequenceEnd(place, "length" if full else "interrupted")
     if work.stream:

@@ -13,7 +13,8 @@ from enginepool.coordinator.scheduling.generation_slots import prompt_length
 
 
 def take_prompts(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
-    """Keep what a worker computed, before the tokens with which it came. Returns why no engine could have sent it, or ""."""
+    """Keep the log-probabilities of prompts that a worker sent. Called before the new tokens of the same message are taken.
+    Returns why no engine could have sent them, or ""."""
     data, end = memoryview(e.prompt_logprobs), 0
     for counter, count in e.prompts:
         first, end = end, end + 4 * count

@@ -1,4 +1,4 @@
-"""Which generations make room for one of a higher priority. Pure.
+"""Preemption: which generations stop to make room for one of a higher priority. Pure.
 
 A generation keeps its slot for as long as its tokens take. So a request of a higher priority that finds no slot, or no room for
 its tokens, takes one from the lowest priority. What is stopped goes on after its last token, when it is its turn again. What
