@@ -20,6 +20,8 @@ from enginepool.workers.sglang.host.settings import Running, SettingsError
 #: some of SGLang's settings
 KNOWN = {
     "attention_backend", "chunked_prefill_size", "custom_sigquit_handler", "custom_weight_loader", "disable_cuda_graph",
+    "disable_priority_preemption", "hicache_ratio", "hicache_storage_backend", "max_queued_requests", "prefill_max_requests",
+    "preferred_sampling_params",
     "disable_overlap_schedule", "disable_radix_cache", "dp_size", "enable_hierarchical_cache", "enable_mixed_chunk",
     "enable_custom_logit_processor", "enable_priority_scheduling", "enable_watermark", "grammar_backend",
     "log_level", "max_running_requests",
@@ -64,6 +66,9 @@ def test_a_generating_engine_on_a_cpu_gets_what_sglang_needs_there() -> None:
         {"enable_mixed_chunk": True},
         {"disable_radix_cache": False, "enable_hierarchical_cache": True},
         {"disable_overlap_schedule": True},
+        {"enable_priority_scheduling": True, "disable_priority_preemption": False},
+        {"hicache_storage_backend": "file", "hicache_ratio": 2.0},
+        {"prefill_max_requests": 4},
     ],
 )
 def test_options_that_would_cut_batches_of_rows_are_taken(options: dict[str, Any]) -> None:
@@ -105,6 +110,8 @@ def test_an_order_without_priorities_turns_them_off() -> None:
         ({"pp_size": 2}, "later stages"),
         ({"nnodes": 2}, "one host"),
         ({"tokenizer_worker_num": 2}, "does not work"),
+        ({"preferred_sampling_params": {"temperature": 0.5}}, "leaves at its default"),
+        ({"max_queued_requests": 4}, "the pool bounds its own queue"),
         ({"custom_sigquit_handler": print}, "needs the signal"),
         ({"chunked_prefil_size": 2}, "did you mean 'chunked_prefill_size'"),
         ({"custom_weight_loader": []}, "comes from the pool"),

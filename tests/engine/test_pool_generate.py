@@ -218,6 +218,10 @@ def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> Non
                 await pool.score([1], [[2]], label_token_ids=[3])
             with pytest.raises(BadRequest, match="min_new_tokens: 3 with regex"):
                 await pool.generate([[1]], regex="a+", min_new_tokens=3)
+            with pytest.raises(BadRequest, match="allowed_token_ids: token id 512 is outside the vocabulary"):
+                await pool.generate([[1]], allowed_token_ids=[512])
+            answer = await pool.generate([[1], [2]], n=2, max_new_tokens=20, ignore_eos=True, allowed_token_ids=[7, 9])
+            assert {token for group in answer for one in group for token in one.token_ids.tolist()} <= {7, 9}
             with pytest.raises(EngineFailed, match=r"the engine aborted the sequence: .*regex"):
                 await pool.generate([[1]], regex="(a")
             return await pool.generate("Choose:", n=2, regex="(yes|no)", max_new_tokens=20)

@@ -31,6 +31,8 @@ _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "disaggregation_mode": (("null", None), "a sequence would go on in another engine"),
     "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
     "enable_mis": ((False, None), "SGLang dies when packed rows and others meet; set packed_workers of a group that scores"),
+    "preferred_sampling_params": ((None,), "they would replace what a request leaves at its default, which it means"),
+    "max_queued_requests": ((None,), "a sequence over it would fail instead of wait; the pool bounds its own queue"),
     "allow_auto_truncate": ((False, None), "a prompt that is too long would be cut silently instead of refused"),
     "tokenizer_worker_num": ((1, None), "it does not work in an engine inside a process"),
     "custom_sigquit_handler": ((None,), "the worker needs the signal to learn of the engine's end"),
