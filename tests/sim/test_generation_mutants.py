@@ -94,6 +94,18 @@ def no_worker_is_told_of_a_cancel(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(generations, "stop_tasks", stop_tasks)
 
 
+def a_slot_is_taken_from_a_lower_priority_without_a_stop(patch: pytest.MonkeyPatch) -> None:
+    def stop_tasks(core: Context, tasks: Any) -> None:
+        """None is told."""
+
+    def make_room(requests: Any, group: Any) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(generations, "stop_tasks", stop_tasks)
+            return generations.make_room(requests, group)
+
+    patch.setattr(machine, "make_room", make_room)
+
+
 def workers_go_on_with_what_is_stopped(patch: pytest.MonkeyPatch) -> None:
     def stop(self: TaskLedger, epoch: int, counters: Sequence[int]) -> list[Any]:
         return []
@@ -176,6 +188,7 @@ def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPat
         a_resumed_sequence_forgets_how_many_tokens_it_must_have,
         what_an_engine_counted_is_forgotten_with_it,
         no_worker_is_told_of_a_cancel,
+        a_slot_is_taken_from_a_lower_priority_without_a_stop,
         workers_go_on_with_what_is_stopped,
         generations_outlive_their_link,
         all_tokens_are_said_to_be_of_the_last_weights,
