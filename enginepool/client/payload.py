@@ -257,7 +257,7 @@ def encode_row_labels(labels: Any, rows: int) -> Payload | None:
         nested = isinstance(first, list | tuple | np.ndarray)
     if not nested:
         return None
-    own = [_ids(name, row, i) for i, row in enumerate(labels)]
+    own = [_ids(name, row, i) for i, row in enumerate(cast("Sequence[object]", labels))]
     if len(own) != rows:
         raise bad(name, f"{name}: {len(own)} lists; {rows}, one for each item", str(rows))
     for i, row in enumerate(own):

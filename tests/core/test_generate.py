@@ -250,8 +250,7 @@ def test_a_logprob_that_is_nan_is_an_error_of_the_engine_and_no_result() -> None
     link = pool.worker(can=CAN)
     pool.submit(client, 1, generate(3, stream=True, logprobs=True))
     pool.submit(client, 2, generate(3, stream=True, logprobs=True))
-    counters = [task.message.task[1] for task in pool.tasks()]  # type: ignore[attr-defined]
-    steps = [Step(counter, 0, 0, 1) for counter in counters]
+    steps = [Step(task.task[1], 0, 0, 1) for task in started(pool)]
     specs = [FrameSpec("tokens", "int32", (2,)), FrameSpec("logprobs", "float32", (2,))]
     frames = [np.array([7, 8], np.int32).tobytes(), np.array([np.nan, -1.0], np.float32).tobytes()]
     sent = pool.do(worker_event(0.0, link, [encode_header(GenerationProgress(EPOCH, 0, steps, specs)), *frames]))

@@ -133,7 +133,8 @@ def test_the_sim_engine_scores_each_row_by_its_own_labels() -> None:
     found = expected_scores([1], [[2], [3]], labels=[], row_labels=[[4, 5], [6, 7]], softmax=True)["scores"]
     alone = [expected_scores([1], [[i]], labels=own, softmax=True)["scores"][0] for i, own in ((2, [4, 5]), (3, [6, 7]))]
     np.testing.assert_array_equal(found, alone)
-    part = RowPart(*(np.array([1], np.int32),) * 2, np.array([1], np.uint32), labels=np.array([[4, 4]], np.int32))
+    ids = np.array([1], np.int32)
+    part = RowPart(ids, ids, np.array([1], np.uint32), labels=np.array([[4, 4]], np.int32))
     assert score_part(part, Weights())["scores"].shape == (1, 2)
 
 
@@ -155,18 +156,18 @@ def test_one_list_for_all_items_is_no_list_for_each(labels: Any) -> None:
     assert encode_row_labels(labels, 2) is None
 
 
-@pytest.mark.parametrize(
-    ("labels", "field"),
-    [
-        ([[1, 2]], "label_token_ids"),
-        ([[1, 2], [3]], "label_token_ids[1]"),
-        ([[1, 2], 3], "label_token_ids[1]"),
-        ([[1, 2], [3, "no"]], "label_token_ids[1][1]"),
-        ([[1, 2], [3, -1]], "label_token_ids[1][1]"),
-        ([[], []], "label_token_ids"),
-        (np.zeros((2, 2)), "label_token_ids[0]"),
-    ],
-)
+WRONG: list[tuple[Any, str]] = [
+    ([[1, 2]], "label_token_ids"),
+    ([[1, 2], [3]], "label_token_ids[1]"),
+    ([[1, 2], 3], "label_token_ids[1]"),
+    ([[1, 2], [3, "no"]], "label_token_ids[1][1]"),
+    ([[1, 2], [3, -1]], "label_token_ids[1][1]"),
+    ([[], []], "label_token_ids"),
+    (np.zeros((2, 2)), "label_token_ids[0]"),
+]
+
+
+@pytest.mark.parametrize(("labels", "field"), WRONG)
 def test_a_client_names_what_is_wrong_with_its_lists(labels: Any, field: str) -> None:
     with pytest.raises(BadRequest) as wrong:
         encode_row_labels(labels, 2)
