@@ -100,3 +100,30 @@ def test_each_sample_of_a_higher_priority_gets_a_slot() -> None:
     # Those that stopped wait, and no longer count for the worker.
     [worker] = pool.machine.core.worker_links.values()
     assert worker.priorities == {LOW: 1, HIGH: len(started)}
+
+
+def test_a_free_slot_is_used_also_at_a_worker_that_has_more_tokens() -> None:
+    pool, client = two_workers()
+    started = pool.tasks(pool.submit(client, 4, generate(3), priority=HIGH))
+    assert [one.link for one in started] == [b"a"], "b has fewer tokens, and no slot"
+
+
+def test_a_higher_priority_takes_a_slot_at_any_worker() -> None:
+    pool, client = two_workers()
+    pool.submit(client, 4, generate(3), priority=HIGH)
+    started = pool.tasks(pool.submit(client, 5, generate(3), priority=HIGH))
+    assert [link for link, _ in pool.stopped()] == [b"a"], "the generation of a low priority is there"
+    assert [one.link for one in started] == [b"a"]
+
+
+def two_workers() -> tuple[GeneratingPool, bytes]:
+    """Worker a has a long low generation, and one slot more; worker b has two short high ones."""
+    pool = GeneratingPool(config(ageing_s=None))
+    client = pool.client()
+    for name in ("a", "b"):
+        pool.worker(name, can=SMALL)
+    pool.submit(client, 1, generate(20), priority=LOW)
+    for id_ in (2, 3):
+        pool.submit(client, id_, generate(3), priority=HIGH)
+    assert [one.link for one in pool.tasks()] == [b"a", b"b", b"b"]
+    return pool, client

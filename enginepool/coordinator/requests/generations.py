@@ -241,9 +241,10 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
 
 
 def make_room(requests: StreamRequests, group: Group) -> bool:
-    """Generations stop where the head of the queue is more urgent and has no slot. Returns whether it has one now."""
-    lane, worker = group.queue.head(PLAIN), group.routing.least()
-    tasks = to_preempt(lane, worker) if lane is not None and worker is not None else []
+    """Generations of one worker stop where the head of the queue is more urgent and has no slot. Returns whether it has one
+    now."""
+    lane = group.queue.head(PLAIN)
+    tasks = [] if lane is None else to_preempt(lane, group)
     for batch in tasks:
         end_batch(requests.core, batch)
         interrupted(requests, batch, lost=False)

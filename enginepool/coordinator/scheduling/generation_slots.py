@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch, Slice
 from enginepool.coordinator.core.request_state import RUNNING
 from enginepool.coordinator.core.worker import Worker
@@ -42,23 +43,24 @@ def preferred(request: Request, least: Worker) -> Worker:
         return least
     if shared and not prefixes.may_have(worker, least, shared):
         return least
-    can = worker.capabilities
-    assert can is not None
-    cost, (_, start, end) = next_sequences(request, worker, can.inflight_rows - worker.rows)
-    return worker if end > start and cost <= can.inflight_tokens - worker.cost else least
+    return worker if _task(request, worker) is not None else least
 
 
 def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
-    """A task of the head of `lane` on `worker`, which has the least to do, or on the one that had the beginning of its prompt;
-    None when no sequence of it fits now."""
+    """A task of the head of `lane` on `worker`, which has the least to do, or on the one that had the beginning of its prompt.
+    If that one has no room: on any that has. None when no sequence of it fits now."""
     head = lane.head
     assert head is not None and head.generation is not None
     worker = preferred(head, worker)
-    can = worker.capabilities
-    assert can is not None
-    cost, slice_ = next_sequences(head, worker, can.inflight_rows - worker.rows)
-    if not slice_[2] - slice_[1] or cost > can.inflight_tokens - worker.cost:
+    found = _task(head, worker)
+    if found is None:
+        # The worker with the fewest tokens may have no slot left, and another one with more tokens may have some.
+        for worker in sorted(generating(head.group), key=lambda one: (one.cost, one.order)):
+            if (found := _task(head, worker)) is not None:
+                break
+    if found is None:
         return None
+    cost, slice_ = found
     head.group.prefixes.add(head.generation.blocks[1], worker)
     take(core, slice_)
     if head.state != RUNNING:
@@ -66,6 +68,19 @@ def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wor
     else:
         queue.pop(lane, cost)
     return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], False)
+
+
+def generating(group: Group) -> list[Worker]:
+    """The workers of a group that may be given sequences, if they have room."""
+    return [worker for worker in group.workers.values() if worker.open and worker.routing is group.routing]
+
+
+def _task(request: Request, worker: Worker) -> tuple[int, Slice] | None:
+    """(tokens, slice) of the next sequences of `request` that fit at `worker` now; None: not one does."""
+    can = worker.capabilities
+    assert can is not None
+    cost, slice_ = next_sequences(request, worker, can.inflight_rows - worker.rows)
+    return (cost, slice_) if slice_[2] > slice_[1] and cost <= can.inflight_tokens - worker.cost else None
 
 
 def remember(request: Request, place: int, worker: Worker) -> None:
