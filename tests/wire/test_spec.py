@@ -136,7 +136,7 @@ def test_each_message_and_structure_is_described_on_one_page() -> None:
 
 def test_a_client_of_rows_needs_the_first_page_alone_which_is_short() -> None:
     """What it sends, what answers it, and every structure in these. `status` is for operators, on the other page."""
-    assert PAGE.count("\n") <= 770
+    assert PAGE.count("\n") <= 700
     may = {name for name, role in FROM_CLIENT.items() if role == "client"} - {"status", *sections(GENERATION)}
     answers = {"welcome", "result", "error"}
     needed = {struct for struct in structs() if heading_of(struct) in may | answers}
@@ -234,7 +234,7 @@ def test_the_bytes_on_the_page_are_those_of_the_golden_vectors(name: str, frame:
 
 
 def test_the_worked_example_shows_bytes_and_names_vectors_that_exist() -> None:
-    assert len(BYTES) >= 8
+    assert len(BYTES) >= 6
     life = PAGE[PAGE.index("## Life of a score request") : PAGE.index("## Client and coordinator")]
     named = set(re.findall(r"\w+ \(([\w-]+)\)", life))
     assert {"hello", "welcome", "register", "accept", "score", "batch", "done", "result", "ack"} <= named
