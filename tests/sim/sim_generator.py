@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from enginepool.protocol.generated import column_specs, prompt_specs
 from enginepool.protocol.messages import FrameSpec, Step, TaskId
 from enginepool.workers.events import GenerationLeft, RunGeneration, StepsDone
@@ -143,10 +145,8 @@ class SimGenerator:
                 self._cache.add(task.prompt, weights)
             for i in list(task.sequences):
                 self._next(out, task, i, weights)
-        steps = next((out.steps for out in outs.values() if out.steps), list[Step]())
-        if fault == "wrong_rows" and steps:
-            first = steps[0]
-            steps[0] = Step(first.task, first.sequence, first.at + 1, first.count, first.reason, first.matched)
+        if fault == "wrong_rows":
+            _misplace([out.steps for out in outs.values()], {task.id[1] for task in running if task.poisoned})
         left = [task for task in self._running.values() if task.stopped or not task.sequences]
         for task in left:
             del self._running[task.id], engine.inside[task.id]
@@ -195,6 +195,15 @@ class SimGenerator:
         task.at[i] = at + len(tokens)
         step = Step(task.id[1], i, at, len(tokens), reason, matched)  # pyright: ignore[reportArgumentType]
         out.add(task, step, tokens, logprobs)
+
+
+def _misplace(messages: Sequence[list[Step]], poisoned: set[int]) -> None:
+    """One step says a wrong position: of a poisoned task, if there is one. The coordinator ignores steps of tasks that it has
+    stopped."""
+    places = [(steps, at) for steps in messages for at in range(len(steps))]
+    if places:
+        steps, at = min(places, key=lambda place: place[0][place[1]].task not in poisoned)
+        steps[at] = msgspec.structs.replace(steps[at], at=steps[at].at + 1)
 
 
 class _Out:
