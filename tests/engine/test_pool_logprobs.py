@@ -127,7 +127,7 @@ def test_a_row_too_long_and_a_token_outside_the_vocabulary_are_refused_by_name(d
 
 
 def test_a_high_priority_does_not_wait_for_the_queue(daemon: Daemon, model: LanguageModel) -> None:
-    full: list[Asked] = [([7, i], [[i, j] * 8 for j in range(6)], []) for i in range(60)]
+    full: list[Asked] = [([7, i], [[i, j] * 8 for j in range(6)], []) for i in range(150)]
     urgent: Asked = ([1, 2, 3], [[4], [5, 6]], [])
 
     async def scenario() -> tuple[LogprobsResult, int]:
