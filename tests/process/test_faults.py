@@ -463,11 +463,13 @@ def test_a_successor_with_fewer_places_ends_the_workers_that_have_none(processes
     smaller = msgspec.structs.replace(config, groups={"g": msgspec.structs.replace(group, workers=1, gpus=["0"])})
 
     async def workers(daemon: Daemon) -> dict[str, int]:
-        async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
+        end = time.monotonic() + PATIENCE_S
+        async with Pool.connect(daemon.address) as pool:
             while True:
                 found = (await pool.status()).groups[0].workers
                 if all(worker.stage == "ready" for worker in found):
                     return {worker.name: worker.pid for worker in found}
+                assert time.monotonic() < end, found
                 await asyncio.sleep(0.02)
 
     daemon = ForkedDaemon(processes, config).listening()
