@@ -12,9 +12,15 @@ import pytest
 from enginepool.protocol.messages import Capabilities, Sampling, TemperatureSchedule
 from enginepool.workers.engine import EngineError, GenerationTask
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.prefill_admission import Prefill
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
-from enginepool.workers.sglang.generate.sequences import EngineGeneration
-from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features, generation_kwargs
+from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
+from enginepool.workers.sglang.generate.settings import (
+    generation_budgets,
+    generation_features,
+    generation_kwargs,
+    prefill_tokens,
+)
 from enginepool.workers.sglang.host.settings import Running, SettingsError
 
 #: some of SGLang's settings
@@ -80,7 +86,9 @@ class AskedEngine(EngineGeneration):
 
     def __init__(self, context: int) -> None:
         can = Capabilities("causal", 512, context, 1000, 8, 1000, 8, operations=("generate",))
-        super().__init__(SimpleNamespace(_handle_batch_output=None), None, can, Running({}, 1000, 8, context), "")
+        super().__init__(
+            SimpleNamespace(_handle_batch_output=None, rid_to_state={}), None, can, Running({}, 1000, 8, context), ""
+        )
         self.asked: list[tuple[list[int], int]] = []
 
     def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> AsyncIterator[dict[str, Any]]:
@@ -96,6 +104,24 @@ def test_a_warm_engine_has_computed_a_prompt_that_was_in_its_prefix_cache(contex
     engine = AskedEngine(context)
     asyncio.run(engine.warm_up())
     assert engine.asked == [([0] * prompt, new)] * 2
+
+
+def test_a_prompt_that_waits_for_its_prefill_is_taken_back_without_asking_sglang() -> None:
+    async def scene() -> None:
+        engine = AskedEngine(100)
+        Prefill(engine.admission, 1 << 20, 0)  # the engine computes a long prompt of another task
+        task = GenerationTask(np.zeros(4, np.int32), Sampling(max_new_tokens=4), n=2)
+        running = asyncio.create_task(Sequences(engine, task, lambda _: None).run())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert engine.asked == [] and engine.messages.takers == {}
+        later = Prefill(engine.admission, 1, 0)
+        assert not later.turn.done()
+
+    asyncio.run(scene())
 
 
 def test_an_order_without_priorities_turns_them_off() -> None:
@@ -238,3 +264,17 @@ def test_sglang_gets_a_mask_and_a_schedule_as_parameters_of_our_logit_processor(
 def test_the_sequences_of_a_task_have_seeds_of_their_own() -> None:
     seeds = [sampling_kwargs(task(n=3, sampling_seed=(1 << 63) - 2), 512, i)["sampling_seed"] for i in range(3)]
     assert seeds == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"max_prefill_tokens": 16384, "chunked_prefill_size": 8192}, 8192),
+        ({"max_prefill_tokens": 4096, "chunked_prefill_size": 8192}, 4096),
+        ({"max_prefill_tokens": 4096, "chunked_prefill_size": -1}, 4096),
+        ({"max_prefill_tokens": 4096, "chunked_prefill_size": None}, 4096),
+        ({}, 16384),
+    ],
+)
+def test_a_prefill_takes_as_many_tokens_as_sglang_puts_into_one_forward(settings: dict[str, Any], tokens: int) -> None:
+    assert prefill_tokens(settings) == tokens

@@ -50,7 +50,8 @@ class Reader:
 def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str, list[int], list[float], Any, int]]:
     """What the takers get of these messages."""
     taken: list[tuple[str, list[int], list[float], Any, int]] = []
-    subject = SchedulerMessages(tm)
+    forwards: list[int] = []
+    subject = SchedulerMessages(tm, lambda: forwards.append(len(taken)))
 
     def take(rid: str, tokens: list[int], logprobs: Sequence[float], reason: Any, cached: int, *_: Any) -> None:
         taken.append((rid, tokens, list(logprobs), reason, cached))
@@ -59,6 +60,7 @@ def hand_on(tm: Any, *messages: Answers, takers: str = "abc") -> list[tuple[str,
         subject.takers[rid] = partial(take, rid)
     for one in messages:
         asyncio.run(tm._handle_batch_output(one))
+    assert len(forwards) == len(messages) and forwards[-1] == len(taken)  # after its tokens
     return taken
 
 

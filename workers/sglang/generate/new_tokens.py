@@ -19,13 +19,15 @@ class SchedulerMessages:
 
     Args:
         tm: SGLang's tokenizer manager, whose reader of answers is wrapped.
+        forward_done: called after each message in which tokens were handed on.
     """
 
-    def __init__(self, tm: Any) -> None:
+    def __init__(self, tm: Any, forward_done: Callable[[], None]) -> None:
         #: by the id of a request
         self.takers: dict[str, Take] = {}
         #: SGLang counts each token itself, where it is asked for metrics.
         self._whole = bool(getattr(tm, "enable_metrics", False))
+        self._forward_done = forward_done
         read: Callable[[Any], Awaitable[None]] = tm._handle_batch_output
 
         async def handle(message: Any) -> None:
@@ -49,6 +51,7 @@ class SchedulerMessages:
             take(list(output[place]), logprobs[place] or (), reason, cached[place], message, place)
             if reason is not None:
                 left.append(place)
+        self._forward_done()
         return left
 
 

@@ -13,7 +13,9 @@ import numpy as np
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
+from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
+from enginepool.workers.sglang.generate.settings import prefill_tokens
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.settings import Running
 
@@ -43,9 +45,10 @@ class EngineGeneration:
         self._tm = tokenizer_manager
         self._requests = requests
         self._processor = processor
-        self.messages = SchedulerMessages(tokenizer_manager)
-        self.capabilities = capabilities
         settings = running.settings
+        self.admission = PrefillAdmission(prefill_tokens(settings))
+        self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
+        self.capabilities = capabilities
         self._deterministic = bool(settings.get("enable_deterministic_inference"))
         #: +1 when the engine runs larger priorities first, as the pool does; 0 when it knows none.
         self._priority_sign = -1 if settings.get("schedule_low_priority_values_first") else 1
@@ -109,6 +112,8 @@ class Sequences:
         # Ids of one length: SGLang finds a request to abort by the beginning of its id.
         self._rids = [uuid.uuid4().hex for _ in range(task.n)]
         self._streams: list[asyncio.Task[None]] = []
+        #: of the sequences that have not ended
+        self._prefills: dict[int, Prefill] = {}
         self._prefilled = asyncio.Event()
         #: the task asks for more than tokens and their logprobs
         self._detail = bool(task.top_logprobs or task.prompt_logprobs)
@@ -152,8 +157,12 @@ class Sequences:
     async def _continue(self, sequence: int) -> None:
         """Return at the end of a sequence, whose tokens are handed on meanwhile. Raises EngineError."""
         rid, takers = self._rids[sequence], self._engine.messages.takers
+        # The prompt of a further sample is in SGLang's cache.
+        tokens = 1 if sequence else len(self._prompt)
+        self._prefills[sequence] = prefill = Prefill(self._engine.admission, tokens, self._task.priority)
         takers[rid] = partial(self._take, sequence)
         try:
+            await prefill.turn
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, sequence, rid)) as answers:
                 async for answer in answers:
                     _ending(answer["meta_info"]["finish_reason"])
@@ -163,6 +172,7 @@ class Sequences:
             raise EngineError(f"the engine refused the task: {one_line(error)}") from error
         finally:
             del takers[rid]
+            prefill.over()
             self._prefilled.set()
         if sequence in self._failed:
             raise EngineError(self._failed[sequence])
@@ -188,6 +198,8 @@ class Sequences:
     ) -> None:  # fmt: skip
         """The next tokens of a sequence. Nothing is raised here: the engine's answers are read for all sequences at once."""
         found = None
+        if tokens:
+            self._prefills[sequence].began()
         if not self._began and tokens:
             self._began, found = True, max(0, min(cached, len(self._prompt)))
             self._prefilled.set()

@@ -22,6 +22,9 @@ from enginepool.workers.sglang.host.settings import (
 CPU_POOL_TOKENS = 8192
 CPU_SEQUENCES = 64
 
+#: SGLang's own `max_prefill_tokens`
+DEFAULT_PREFILL_TOKENS = 16_384
+
 #: name -> (the values that work, why others are refused). What is absent has SGLang's default: fine.
 _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dp_size": ((1, None), "weight updates do not reach its replicas; start more workers instead"),
@@ -107,6 +110,12 @@ def generation_budgets(running: Running) -> Budgets:
         )
     rows, tokens = running.max_running, running.kv_tokens
     return Budgets(context, page, batch_tokens=tokens, batch_rows=rows, inflight_tokens=tokens, inflight_rows=rows)
+
+
+def prefill_tokens(settings: Mapping[str, Any]) -> int:
+    """Tokens of prompts that SGLang computes in one forward, from its resolved `settings`."""
+    most, chunk = settings.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS, settings.get("chunked_prefill_size") or -1
+    return min(most, chunk) if chunk > 0 else most
 
 
 def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[str, ...]:

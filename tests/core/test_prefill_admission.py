@@ -1,0 +1,196 @@
+"""Prompts are handed to SGLang in rounds, so that prefills and decodes take turns, and none waits for a lower priority."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.workers.sglang.generate.prefill_admission import MOST_STEPS, Prefill, PrefillAdmission
+
+ROOM = 100
+
+
+@dataclass
+class Sequences:
+    """Sequences on one engine, in the order in which they came."""
+
+    admission: PrefillAdmission = field(default_factory=lambda: PrefillAdmission(ROOM))
+    all: list[Prefill] = field(default_factory=list[Prefill])
+
+    def arrive(self, count: int, tokens: int = 25, priority: int = 0) -> None:
+        self.all += [Prefill(self.admission, tokens, priority) for _ in range(count)]
+
+    def prefill(self) -> None:
+        """A forward that computes what is inside."""
+        for one in self.all:
+            one.began()
+        self.admission.forward_done()
+
+    def decode(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.admission.forward_done()
+
+    def states(self) -> str:
+        """The first letter of each state: waits, inside, decodes, over."""
+        return "".join(one.state[0] for one in self.all)
+
+
+def check(test: Callable[[Sequences], None]) -> None:
+    """Run a test on a loop, which it needs."""
+
+    async def run() -> None:
+        test(Sequences())
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_is_given_two_forwards_of_prompts() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(12)
+        assert on.states() == "iiiiiiiiwwww"
+
+    check(test)
+
+
+def test_while_sequences_decode_each_round_is_one_forward_and_the_next_follows_it() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(1)
+        on.prefill()
+        on.arrive(10)
+        assert on.states() == "diwwwwwwwww"  # the first one found the engine without a prefill
+        on.decode()  # that was launched before
+        assert on.states() == "diwwwwwwwww"
+        on.prefill()
+        assert on.states() == "ddiiiiwwwww"
+        on.prefill()
+        assert on.states() == "ddddddiiiiw"
+
+    check(test)
+
+
+def test_a_prompt_alone_waits_for_a_few_decodes_after_the_last_prefill() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(8 * MOST_STEPS, tokens=1)
+        on.prefill()
+        on.arrive(1)
+        on.decode(MOST_STEPS - 1)
+        assert on.states().endswith("dw")
+        on.decode()
+        assert on.states().endswith("di")
+
+    check(test)
+
+
+def test_a_prompt_alone_waits_for_nothing_where_the_last_prefill_is_long_ago() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(50, tokens=1)
+        on.prefill()
+        on.decode(MOST_STEPS)
+        on.arrive(1)
+        assert on.states().endswith("di")
+
+    check(test)
+
+
+def test_prompts_that_fill_a_forward_wait_for_no_decode() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(50, tokens=1)
+        on.prefill()
+        on.arrive(3)
+        assert on.states().endswith("dwww")
+        on.arrive(1)
+        assert on.states().endswith("diiii")
+
+    check(test)
+
+
+def test_lower_priorities_delay_no_prompt() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(50, tokens=1)
+        on.prefill()
+        on.arrive(4)
+        on.arrive(2)
+        on.arrive(1, priority=1)
+        assert on.states().endswith("iiiiwwi")
+
+    check(test)
+
+
+def test_the_highest_priority_that_waits_is_next() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(1, priority=5)
+        on.prefill()
+        on.arrive(4, priority=5)
+        on.arrive(4)
+        on.arrive(1, priority=1)
+        on.arrive(1, priority=-1)
+        on.prefill()
+        assert on.states() == "ddiiiwwwwiw"
+
+    check(test)
+
+
+def test_a_prompt_larger_than_a_forward_is_alone() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(1)
+        on.prefill()
+        on.arrive(2, tokens=5 * ROOM)
+        assert on.states() == "diw"
+        on.prefill()
+        assert on.states() == "ddi"
+
+    check(test)
+
+
+@pytest.mark.parametrize("place", [0, 4, 5, 6])
+def test_a_sequence_that_is_given_up_leaves_its_room_to_others(place: int) -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(1)
+        on.prefill()
+        on.arrive(6)
+        on.all[place].over()
+        on.all[place].over()
+        for one in on.all[1:5]:
+            one.over()
+        assert on.states()[5:].replace("o", "") in ("ii", "i")
+
+    check(test)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("arrive"), st.integers(1, 2 * ROOM), st.integers(-1, 1)),
+            st.tuples(st.just("prefill"), st.just(0), st.just(0)),
+            st.tuples(st.just("decode"), st.just(0), st.just(0)),
+            st.tuples(st.just("over"), st.integers(0, 50), st.just(0)),
+        ),
+        max_size=60,
+    )
+)
+def test_no_prompt_waits_for_nothing_and_no_engine_is_given_too_much(moves: list[tuple[str, int, int]]) -> None:
+    def test(on: Sequences) -> None:
+        for what, number, priority in moves:
+            if what == "arrive":
+                on.arrive(1, number, priority)
+            elif what == "prefill":
+                on.prefill()
+            elif what == "decode":
+                on.decode()
+            elif number < len(on.all):
+                on.all[number].over()
+            for one in on.all:
+                inside = [other.tokens for other in on.all if other.state == "inside" and other.priority == one.priority]
+                assert len(inside) <= 1 or sum(inside) <= 2 * ROOM
+            if "w" in on.states():
+                assert "i" in on.states() or "d" in on.states()
+        while "w" in on.states():  # prefills and decodes alone hand over all of them
+            before = on.states()
+            on.prefill()
+            on.decode(MOST_STEPS)
+            assert on.states() != before
+
+    check(test)
