@@ -141,7 +141,8 @@ class WorkerMachine:
     def _received(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
         line = self.silence.end(self.now)
         act = self._messages.get(type(event.message))
-        return [*([ev.Note(line)] if line else []), *(act(event, event.message) if act is not None else [])]
+        effects = act(event, event.message) if act is not None else []
+        return [ev.Note(line), *effects] if line else effects
 
     def _message_handlers(self) -> dict[type[wire.Message], Callable[[ev.FromCoordinator, Any], list[WorkerEffect]]]:
         return {

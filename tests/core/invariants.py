@@ -102,15 +102,10 @@ def check_group(group: Group) -> None:
 
 
 def check_worker(worker: Worker) -> None:
-    batches = worker.batches.values()
-    assert worker.cost == sum([b.cost for b in batches]), worker
-    assert worker.rows == sum([b.rows for b in batches]), worker
-    generating = [b.slices[0][0].priority for b in batches if b.slices[0][0].generation is not None]
-    assert worker.priorities == {priority: generating.count(priority) for priority in generating}, worker
+    _check_sums(worker)
     assert (worker.stamp != 0) == worker.open, (worker, worker.stamp)
     if worker.pace is not None:
         check_cost_model(worker.pace)
-    assert worker.text_bytes == sum([request.work.nbytes for request, _ in worker.texts.values()]), worker
     if worker.able or worker.state is WorkerState.LATE:
         assert worker.capabilities is not None and worker.stage == "ready" and worker.epoch_confirmed, worker
         assert worker.holds and not worker.missing_weights, worker
@@ -136,6 +131,18 @@ def check_worker(worker: Worker) -> None:
         assert worker.declared is not None and batch.rows <= worker.declared.batch_rows, batch
         if worker.declared.packed:
             assert all(request.work.operation.packs(request.work, worker.declared) for request, _, _ in batch.slices), batch
+
+
+def _check_sums(worker: Worker) -> None:
+    if not worker.batches:
+        assert worker.cost == worker.rows == 0 and not worker.priorities, worker
+    else:
+        batches = worker.batches.values()
+        assert worker.cost == sum([b.cost for b in batches]), worker
+        assert worker.rows == sum([b.rows for b in batches]), worker
+        generating = [b.slices[0][0].priority for b in batches if b.slices[0][0].generation is not None]
+        assert worker.priorities == {priority: generating.count(priority) for priority in generating}, worker
+    assert worker.text_bytes == sum([request.work.nbytes for request, _ in worker.texts.values()]), worker
 
 
 def check_slot(slot: WorkerSlot) -> None:

@@ -41,12 +41,17 @@ def check_requests(calls: PendingRequests) -> None:
     for id_, call in calls.by_id.items():
         place, due = call.place, call.due
         assert call.id == id_, f"{call} is kept under id {id_}"
-        assert not call.counted or place in ("sent", "cancelling"), f"request {id_} ({place}) occupies the window"
-        assert place != "sent" or (calls.open and call.counted and call.held), f"request {id_} ({place}) without a link"
-        assert place != "waiting" or (-call.request.priority, id_) in waiting, f"request {id_} ({place}) is not in the queue"
-        assert due == inf or (due, id_) in timers, f"request {id_} ({place}) has no timer"
-        assert due < inf or call.deadline is None, f"request {id_} ({place}) would outlive its deadline"
-        assert due < inf or place in ("waiting", "sent"), f"request {id_} ({place}) would stay there"
+        if place == "sent":
+            assert calls.open and call.counted and call.held, f"request {id_} ({place}) without a link"
+        else:
+            assert not call.counted or place == "cancelling", f"request {id_} ({place}) occupies the window"
+            queued = place != "waiting" or (-call.request.priority, id_) in waiting
+            assert queued, f"request {id_} ({place}) is not in the queue"
+        if due < inf:
+            assert (due, id_) in timers, f"request {id_} ({place}) has no timer"
+        else:
+            assert call.deadline is None, f"request {id_} ({place}) would outlive its deadline"
+            assert place in ("waiting", "sent"), f"request {id_} ({place}) would stay there"
         if (stream := call.stream) is not None:
             assert 0 <= stream.taken <= stream.received >= stream._said >= stream._base >= 0, f"request {id_}: credit"
             assert stream.received == sum(len(one.tokens) - one.start for one in stream.sequences), f"request {id_}: tokens"

@@ -22,23 +22,20 @@ def watch_admission(machine: Machine) -> None:
 
     def full(client: Client, e: ev.Submit, held: int) -> str:
         live = [request for other in core.clients.values() for request in other.live.values()]
-        lower = {request for request in live if request.priority < e.priority}
+        lower = [request for request in live if request.priority < e.priority]
         limits = core.config.limits
         #: by bound: its limit, what the request needs, what its client has, what all have, what lower ones have, and what
         #: of that no engine was given
-        free = {request for request in lower if _untouched(request)}
+        free = [request for request in lower if _untouched(request)]
+        own = client.live.values()
         table = {
-            "queue_items": (limits.queue_items, e.work.rows, *(_rows(r) for r in (client.live.values(), live, lower, free))),
+            "queue_items": (limits.queue_items, e.work.rows, *map(_rows, (own, live, lower, free))),
             "buffer_bytes": (
-                limits.buffer_bytes - e.outboxes,
-                held,
-                _bytes(client.live.values()) + e.unread,
-                *(_bytes(r) for r in (live, lower, free)),
+                limits.buffer_bytes - e.outboxes, held, _bytes(own) + e.unread, *map(_bytes, (live, lower, free)),
             ),
-        }
+        }  # fmt: skip
         refused = real(client, e, held)
-        told = {(m.link, m.message.id) for m in core.effects if type(m) is ToClient and type(m.message) is ErrorReply}
-        shed = {request for request in live if request.client.live.get(request.id) is not request}
+        shed = [request for request in live if request.client.live.get(request.id) is not request]
         within = {name: mine + need <= most - (all_ - low) - need for name, (most, need, mine, all_, low, _) in table.items()}
         fits = {name: all_ + need <= most + loose for name, (most, need, _, all_, _, loose) in table.items()}
         if refused:
@@ -46,6 +43,9 @@ def watch_admission(machine: Machine) -> None:
             assert not shed, f"{shed} were shed in vain"
         else:
             assert all(within.values()), f"{e.id} of {client} is more than its share: {table}"
+        if not shed:
+            return refused
+        told = {(m.link, m.message.id) for m in core.effects if type(m) is ToClient and type(m.message) is ErrorReply}
         for request in shed:
             assert request in free, f"{request} was shed for one of priority {e.priority}"
             assert core.answers.get(request.client, request.id) is None, f"{request} could not be sent again"
@@ -56,11 +56,11 @@ def watch_admission(machine: Machine) -> None:
 
 
 def _rows(requests: Iterable[Request]) -> int:
-    return sum(request.work.rows for request in requests)
+    return sum([request.work.rows for request in requests])
 
 
 def _bytes(requests: Iterable[Request]) -> int:
-    return sum(request.held for request in requests)
+    return sum([request.held for request in requests])
 
 
 def _untouched(request: Request) -> bool:

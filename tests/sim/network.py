@@ -138,11 +138,13 @@ class Network:
         world, conditions = self.world, self.conditions
         arrival = world.now + world.random.expovariate(1 / conditions.delay)
         if inward:
-            link.last_in = arrival = arrival if arrival > link.last_in else link.last_in
-            deliver = self._deliver_in
+            if arrival < link.last_in:
+                arrival = link.last_in
+            link.last_in, deliver = arrival, self._deliver_in
         else:
-            link.last_out = arrival = arrival if arrival > link.last_out else link.last_out
-            deliver = self._deliver_out
+            if arrival < link.last_out:
+                arrival = link.last_out
+            link.last_out, deliver = arrival, self._deliver_out
         whole = (encode_header(message), *frames)
         world.at(arrival, deliver, link, whole)
         if conditions.repeat and type(message) is not GenerationProgress and world.chance(conditions.repeat):

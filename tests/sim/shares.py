@@ -47,7 +47,8 @@ class Shares:
     def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """These batches were sent."""
         mixed = group.plain and group.packed
-        waits = [] if mixed else [wait for wait in self._waits.get(group.name, ()) if _waits(wait.request)]
+        before = self._waits.get(group.name)
+        waits = [wait for wait in before if _waits(wait.request)] if before and not mixed else []
         for batch in batches:
             opener = batch.slices[0][0]
             for wait in waits:

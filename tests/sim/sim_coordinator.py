@@ -22,6 +22,9 @@ from tests.sim.oracle import Oracle
 from tests.sim.sim_stager import content_of
 from tests.sim.watch import Watch
 
+#: events in which a peer says which epoch it has heard
+GREETINGS = frozenset({ev.WorkerRegistered, ev.ClientHello})
+
 
 class Planted(Exception):
     """An internal error, as a bug would be one."""
@@ -131,10 +134,13 @@ class SimCoordinator:
 
     def handle(self, *events: ev.Event) -> None:
         """Events through the machine, and their effects."""
+        note, came = self.world.note, self.watch.oracle.leases.came
+        greeted = False
         for event in events:
-            self.world.note("coordinator", event)
-            self.watch.oracle.leases.came(event)
-        ahead = self._ahead(events)
+            note("coordinator", event)
+            came(event)
+            greeted = greeted or type(event) in GREETINGS
+        ahead = self._ahead(events) if greeted else ()
         effects = self._effects(events)
         if effects is None:
             return
@@ -143,7 +149,7 @@ class SimCoordinator:
                 if isinstance(effect, ef.ToClient | ef.ToWorker) and isinstance(effect.message, Accept | Welcome):
                     assert effect.link not in ahead, f"it takes no word from this epoch: {effect}"
         self.watch.after(len(events), effects)
-        for event in events:
+        for event in events if greeted else ():
             if type(event) is ev.WorkerRegistered:
                 assert event.incarnation not in self._ended or not self._knows(event), f"a dead process is back: {event}"
         for effect in effects:

@@ -360,4 +360,4 @@ class Task:
 
 
 def _has(prompts: list[bytes], token: int) -> bool:
-    return any(token in array("i", prompt) for prompt in prompts)
+    return token in array("i", b"".join(prompts))

@@ -159,12 +159,13 @@ class SimWorker:
     def _take(self, event: WorkerEvent) -> None:
         if not self.alive or self._ending:
             return
-        world = self.world
+        world, machine = self.world, self._machine
+        assert machine is not None
         world.note(self.name, event)
-        effects = self.machine.handle(event)
+        effects = machine.handle(event)
         self._taken += 1
         if self._taken % world.check_every == 0:
-            self.machine.check()
+            machine.check()
         for effect in effects:
             if self.doomed and world.chance(0.5):
                 self.kill()

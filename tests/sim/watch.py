@@ -32,6 +32,8 @@ from tests.sim.traffic import TEXT_OFFSET, uid_of
 
 #: all invariants are checked every so many events
 EVERY = 1000
+#: client, priority, classes and signature of requests of which the oldest runs first
+Flow = tuple[bytes, int, int, int]
 
 
 class Watch:
@@ -70,6 +72,7 @@ class Watch:
         for effect in effects:
             if type(effect) is ToClient:
                 self.commands.sent(effect)
+                continue
             if type(effect) is not ToWorker:
                 continue
             message = effect.message
@@ -88,12 +91,13 @@ class Watch:
         for group in core.groups.values():
             self._no_idle_worker(group)
             self._trial(group)
-            mine = [batch for batch in new if batch.worker.group is group]
+            mine = [batch for batch in new if batch.worker.group is group] if new else new
             if self.fair:
                 self._shares.after(group, mine)
-            started = [task for task in tasks if task.worker.group is group]
-            if (mine or started) and not group.on_hold:
-                self._in_order(group, mine + started)
+            if (new or tasks) and not group.on_hold:
+                started = [task for task in tasks if task.worker.group is group]
+                if mine or started:
+                    self._in_order(group, mine + started)
             if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
@@ -170,11 +174,10 @@ class Watch:
         if update is not None:
             check_update(update)
             self._in_time(update)
-        for worker in group.workers.values():
-            if worker.state is WorkerState.LEAVING:
-                member = update.members.get(worker.incarnation) if update is not None else None
-                planned = worker.slot is not None and worker.slot.planned_restart == "draining"
-                assert planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
+        for worker in [worker for worker in group.workers.values() if worker.state is WorkerState.LEAVING]:
+            member = update.members.get(worker.incarnation) if update is not None else None
+            planned = worker.slot is not None and worker.slot.planned_restart == "draining"
+            assert planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
 
     def _in_time(self, update: Update) -> None:
         members = [member.worker for member in update.members.values()]
@@ -189,7 +192,7 @@ class Watch:
         if group.resume_at:
             return  # an engine of it ran out of memory
         for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):
-            worker = routing.least()
+            worker = routing.least() if routing.open else None
             if worker is None:
                 continue
             assert worker.class_ == class_, worker
@@ -212,8 +215,17 @@ class Watch:
 
     def _in_order(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
-        waiting = sorted(group.queue.waiting(), key=_age)
-        oldest = {_flow(request): request for request in waiting}
+        waiting = group.queue.waiting()
+        clients = {request.client for batch in batches for request, _, _ in batch.slices}
+        oldest: dict[Flow, Request] = {}
+        for request in waiting:
+            if request.client in clients:
+                flow = _flow(request)
+                before = oldest.get(flow)
+                if before is None or request.seq < before.seq:
+                    oldest[flow] = request
+        #: by class
+        firsts: dict[int, Request | None] = {}
         for batch in batches:
             class_, slices = batch.worker.class_, batch.slices
             assert all(request.classes & class_ for request, _, _ in slices), f"{batch} is for another class"
@@ -224,9 +236,10 @@ class Watch:
                 first = oldest.get(_flow(request), request)
                 assert first.seq >= request.seq, f"{batch} passed over {first}, which is of the client of {request}"
             if group.config.ageing_s is None:
-                able = (request for request in waiting if request.classes & class_)
-                first = min(able, key=_rank, default=slices[0][0])
-                assert _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
+                if class_ not in firsts:
+                    firsts[class_] = min((one for one in waiting if one.classes & class_), key=_rank, default=None)
+                first = firsts[class_]
+                assert first is None or _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:
         """Count the workers that were lost in a trial, by call."""
@@ -294,12 +307,7 @@ def _rank(request: Request) -> tuple[bool, int]:
     return (False, -request.priority) if request.client.link is not None else (True, 0)
 
 
-def _age(request: Request) -> int:
-    """The newest ones first."""
-    return -request.seq
-
-
-def _flow(request: Request) -> tuple[bytes, int, int, int]:
+def _flow(request: Request) -> Flow:
     """Requests of which the oldest runs first."""
     return request.client.id, request.priority, request.classes, request.work.signature
 

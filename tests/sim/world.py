@@ -32,11 +32,14 @@ class World:
 
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
         """Run `action` at `time`; actions of one time run in the order in which they were asked for."""
-        self._order += 1
-        heappush(self._heap, (time if time > self.now else self.now, self._order, action, args))
+        self._order = order = self._order + 1
+        heappush(self._heap, (time if time > self.now else self.now, order, action, args))
 
     def after(self, delay: float, action: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + delay, action, *args)
+        now = self.now
+        time = now + delay
+        self._order = order = self._order + 1
+        heappush(self._heap, (time if time > now else now, order, action, args))
 
     def run_until(self, time: float) -> None:
         """Let everything happen that is due until `time`."""

@@ -70,7 +70,7 @@ class Machine:
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
         self.questions = FanOut(core)
-        self._next_watch, self._drained = 0.0, False
+        self._next_watch, self._drained, self._killed = 0.0, False, False
         #: an event after this time comes after a stall of the coordinator
         self._punctual_until = self._drain_until = self._kill_at = float("inf")
         self._on: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -220,7 +220,8 @@ class Machine:
         if self._kill_at == float("inf"):
             self._kill_at = core.now + core.config.timing.drain_s
             self.fleet.drain()
-        elif core.now >= self._kill_at:
+        elif core.now >= self._kill_at and not self._killed:
+            self._killed = True  # while draining, no slot starts another process
             self.slots.kill_all()
         if self.slots.ended():
             self._drained = True

@@ -49,15 +49,11 @@ class WorkerDeadlines:
         return f"it was silent for {silence:.1f} s" if silence > self.core.config.timing.silence_s else ""
 
     def _overdue(self, worker: Worker) -> str:
-        now, timing = self.core.now, self.core.config.timing
-        allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
-            worker.stage
-        )
-        if worker.stage == "draining" and not worker.busy:
-            # The worker has no work left, so it should have said goodbye.
-            allowed = timing.drain_s + GOODBYE_S
-        if allowed is not None and now - worker.since > allowed:
-            return f"it was {worker.stage} for more than {allowed:.0f} s"
+        now = self.core.now
+        if worker.stage != "ready":
+            allowed = self._allowed(worker)
+            if allowed is not None and now - worker.since > allowed:
+                return f"it was {worker.stage} for more than {allowed:.0f} s"
         for batch in worker.batches.values():
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
@@ -69,6 +65,14 @@ class WorkerDeadlines:
         if worker.state is WorkerState.RESTORING and now > worker.restore_due:
             return "the committed weights were not restored in time"
         return ""
+
+    def _allowed(self, worker: Worker) -> float | None:
+        """How long `worker` may be in its stage."""
+        timing = self.core.config.timing
+        if worker.stage == "draining":
+            # A worker that has no work left should have said goodbye.
+            return None if worker.busy else timing.drain_s + GOODBYE_S
+        return {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(worker.stage)
 
     def extend(self, gap: float) -> None:
         """The coordinator itself was suspended for `gap` seconds: the workers did not cause this silence."""

@@ -163,8 +163,8 @@ class WorkerSlots:
         self.requests.fail_all(group, "pool_down", group.down)
 
     def _maybe_gone(self, group: Group, packed: bool) -> None:
-        bit = PACKED if packed else PLAIN
-        slots = [slot for slot in group.slots if slot.packed == packed]
+        bit, plain = PACKED if packed else PLAIN, group.config.workers - group.config.packed_workers
+        slots = group.slots[plain:] if packed else group.slots[:plain]
         if not slots or bit in group.retired_classes or any(slot.state is not SlotState.RETIRED for slot in slots):
             return
         if not group.workers and len(slots) == len(group.slots):

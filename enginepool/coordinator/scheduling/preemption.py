@@ -16,21 +16,23 @@ from enginepool.coordinator.scheduling.lanes import Lane
 def to_preempt(lane: Lane[Request], group: Group) -> list[RunningBatch]:
     """The tasks of one worker that have to stop so that it has room for the next sequence of the head of `lane`; [] where that
     cannot be. Workers that have the lowest priorities come first, then those with the fewest tokens."""
+    head = lane.head
+    if head is None or head.generation is None:
+        return []
     workers = [worker for worker in generating(group) if worker.priorities]
     for worker in sorted(workers, key=lambda worker: (min(worker.priorities), worker.cost, worker.order)):
-        if tasks := _of_worker(lane, worker):
+        if tasks := _of_worker(lane, head, worker):
             return tasks
     return []
 
 
-def _of_worker(lane: Lane[Request], worker: Worker) -> list[RunningBatch]:
-    """The tasks of `worker` that have to stop so that it has room for the next sequence of the head of `lane`; [] where that
-    cannot be.
+def _of_worker(lane: Lane[Request], head: Request, worker: Worker) -> list[RunningBatch]:
+    """The tasks of `worker` that have to stop so that it has room for the next sequence of `head`, the head of `lane`; [] where
+    that cannot be.
 
     Those of the lowest priority are first, then those with the fewest sequences, then the newest: they lose the least.
     """
-    head = lane.head
-    if head is None or head.generation is None or min(worker.priorities, default=head.priority) >= head.priority:
+    if min(worker.priorities, default=head.priority) >= head.priority:
         return []
     can = worker.capabilities
     assert can is not None

@@ -1,9 +1,11 @@
 """The process group of an update, as a group remembers it: the next update between the same sides needs no new one."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 
-class ProcessGroupInfo(NamedTuple):
+@dataclass(frozen=True)
+class ProcessGroupInfo:
     """A process group that stands: its name, where it meets, and the sides that are in it, in the order of their ranks."""
 
     name: str
@@ -11,7 +13,7 @@ class ProcessGroupInfo(NamedTuple):
     backend: str
     sides: tuple[tuple[str, int], ...]
 
-    @property
+    @cached_property
     def world(self) -> int:
-        """How many ranks it has."""
+        """How many ranks it has. Each of them is told."""
         return sum(ranks for _, ranks in self.sides)

@@ -22,6 +22,9 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages.weights import Committed, Restore, Restored, WeightsNeeded
 
+#: states of workers that do not have the committed weights, and are not being restored
+_WITHOUT = frozenset({WorkerState.OTHER_WEIGHTS, WorkerState.MISSING_WEIGHTS})
+
 
 class Restoring:
     """Workers on other weights than the committed ones."""
@@ -134,7 +137,7 @@ class Restoring:
             if group.journal_behind:
                 continue
             for worker in group.workers.values():
-                if worker.state not in (WorkerState.OTHER_WEIGHTS, WorkerState.MISSING_WEIGHTS):
+                if worker.state not in _WITHOUT:
                     continue
                 if worker.incarnation in members or (worker.missing_weights and self.core.now < worker.restore_due):
                     continue

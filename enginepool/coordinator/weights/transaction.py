@@ -3,6 +3,8 @@
 `phases` tells what a transaction is and goes through.
 """
 
+from math import inf
+
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import CheckJournal, ToWorker
@@ -189,7 +191,7 @@ class Transactions:
             self.ending.abort(update, "update_aborted", update.broken_reason)
         elif update.phase in (HOLD, RESTART):
             update.recalls_now = True
-            update.due = float("inf")
+            update.due = inf
         elif update.phase == LOAD:
             for member in update.pending.values():
                 self._never_loaded(member, f"not loaded: {why}")
@@ -208,7 +210,8 @@ class Transactions:
 
     def next(self) -> float:
         """When the next deadline is due."""
-        return min((update.due for update in self.core.updates.values()), default=float("inf"))
+        updates = self.core.updates
+        return min(update.due for update in updates.values()) if updates else inf
 
     def extend(self, gap: float) -> None:
         """The coordinator itself stood still for `gap` seconds."""
