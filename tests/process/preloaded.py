@@ -25,5 +25,6 @@ preload(
     "enginepool.workers.main",
     "enginepool.workers.sim.engine",
     "enginepool.workers.stager.main",
+    "tests.process.forking",  # of which a process that is forked unpickles what it becomes
     "torch.distributed",
 )
