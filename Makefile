@@ -18,6 +18,8 @@ REQ := requirements
 OLDEST = $(abspath $(VENV))/oldest
 # Constraints hold every version that was tested, so no later install can replace torch by another build.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input -c $(REQ)/constraints.txt
+# Bytecode is kept, also where the environment says otherwise: each process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Nothing that pyright would look up on the network; its node comes with the tools.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
