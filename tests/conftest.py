@@ -1,11 +1,12 @@
 """What all tests share: none is judged by the clock, or leaves a process; one says so if this machine misses what it needs."""
 
+import gc
 import importlib
 import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where pytest-xdist is installed, it shares the tests out as they should be."""
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(importlib.import_module("tests.scheduling"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests, and the tests themselves, stay: garbage is not looked for among them, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def missing(marker: str) -> str | None:

@@ -3,6 +3,7 @@
 import ast
 import statistics
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,11 @@ FILES = {
     # `enginepool/protocol` and `enginepool/workers` are links to the other rooms.
     if not any(parent.is_symlink() for parent in path.parents)
 }
-TREES = {name: ast.parse(text) for name, text in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in FILES.items()}
 
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -31,7 +36,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     long = [
         f"{name}:{node.lineno} {node.name}: {lines(node)} lines"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines(node) > LONGEST_FUNCTION
     ]
@@ -39,5 +44,5 @@ def test_functions_are_short() -> None:
 
 
 def test_a_class_name_is_used_once() -> None:
-    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, times in names.items() if times > 1] == []

@@ -8,10 +8,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def rare_collection() -> Iterator[None]:
-    """A schedule makes many objects and few cycles: garbage is looked for less often, and not in what was there before."""
+    """A schedule makes many objects and few cycles: garbage is looked for less often."""
     before = gc.get_threshold()
-    gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
