@@ -35,13 +35,16 @@ from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import JOURNAL, PHASES, RESTART, Update
 from tests.core.generation_invariants import check_generation
 
+#: of workers that can serve a request
+_CLASSES = (PLAIN, PACKED, PLAIN | PACKED)
+
 
 def check_machine(machine: Machine) -> None:
     """Every invariant of the whole machine."""
     core = machine.core
     live = [request for client in core.clients.values() for request in client.live.values()]
-    assert core.live_rows == sum(r.work.rows for r in live)
-    assert core.live_bytes == sum(r.held for r in live)
+    assert core.live_rows == sum([r.work.rows for r in live])
+    assert core.live_bytes == sum([r.held for r in live])
     check_levels(core.levels, live)
     check_replies(core.answers)
     for client in core.clients.values():
@@ -63,8 +66,8 @@ def check_machine(machine: Machine) -> None:
         mine = [r for r in live if r.group is group]
         assert set(mine) == group.live.keys(), (group.name, len(mine), len(group.live))
         assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
-        assert group.tokens == sum(r.work.tokens for r in mine)
-        assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
+        assert group.tokens == sum([r.work.tokens for r in mine])
+        assert group.running_tokens == sum([r.work.tokens for r in mine if r.state == RUNNING])
         for slot in group.slots:
             check_slot(slot)
         first = group.blocked
@@ -161,37 +164,34 @@ def check_client(client: Client) -> None:
 
 
 def check_request(request: Request) -> None:
-    rows, state = request.work.rows, request.state
-    assert 0 <= request.next <= rows, request
+    rows, state, group = request.work.rows, request.state, request.group
+    left, flying, first, back = request.left, request.flying, request.next, request.back
+    assert 0 <= first <= rows, request
+    live = request.client.live.get(request.id) is request
     if state == DONE:
-        assert request.client.live.get(request.id) is not request, request
+        assert not live, request
         return
-    assert request.client.live.get(request.id) is request, request
-    waiting = request.waiting_rows()
-    assert request.left == request.flying + waiting, (
-        request,
-        request.left,
-        request.flying,
-        request.next,
-        request.back,
-    )
-    assert request.left > 0, request
+    assert live, request
+    waiting = rows - first
+    if back:
+        waiting += sum([end - start for start, end in back])
+        holes = [row for range_ in back for row in range_]
+        assert holes == sorted(set(holes)), (request, back)
+    assert left == flying + waiting, (request, left, flying, first, back)
+    assert left > 0, request
     if request.generation is not None:
         check_generation(request)
-    assert request.classes in (PLAIN, PACKED, PLAIN | PACKED), (request, request.classes)
+    assert request.classes in _CLASSES, (request, request.classes)
     if state == RUNNING:
-        assert request.flying == request.left and not waiting, request
+        assert flying == left and not waiting, request
     else:
         assert waiting > 0, request
     assert (request.version is not None) == bool(request.pieces), (request, request.version)
     if state == QUEUED or (state == TEXT and request.lane is not None):
         assert request.lane is request.queue, request
-    assert request in request.group.live, request
-    if request.flying < request.left and (request.flying or request.pieces):
-        assert request in request.group.cut, request
-    if request.back:
-        holes = [row for range_ in request.back for row in range_]
-        assert holes == sorted(set(holes)), (request, request.back)
+    assert request in group.live, request
+    if flying < left and (flying or request.pieces):
+        assert request in group.cut, request
 
 
 def check_update(update: Update) -> None:
@@ -283,8 +283,8 @@ def check_replies(cache: ReplyCache) -> None:
 def check_levels(levels: AdmissionLevels, live: list[Request]) -> None:
     for key, level in levels.by_priority.items():
         mine = [request for request in live if request.priority == key]
-        assert level.rows == sum(request.work.rows for request in mine), key
-        assert level.nbytes == sum(request.held for request in mine), key
+        assert level.rows == sum([request.work.rows for request in mine]), key
+        assert level.nbytes == sum([request.held for request in mine]), key
         assert level.requests.keys() <= set(mine), key
         assert {request for request in mine if _untouched(request)} <= level.requests.keys(), key
 
@@ -301,5 +301,5 @@ def _still_blocked(core: Context, group: Group) -> bool:
 
 
 def _check_heap(heap: list[Any]) -> None:
-    for i, entry in enumerate(heap):
-        assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)
+    for i in range(1, len(heap)):
+        assert heap[(i - 1) // 2][:2] <= heap[i][:2], (i, heap[i])

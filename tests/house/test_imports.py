@@ -102,9 +102,9 @@ class Import(NamedTuple):
         return any(self.name == package or self.name.startswith(f"{package}.") for package in packages)
 
 
-def imports(path: str, source: str) -> Iterator[Import]:
+def imports(path: str, tree: ast.Module) -> Iterator[Import]:
     """Every import of a file, relative ones resolved against the name it is imported by."""
-    for node in ast.walk(ast.parse(source, path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -175,7 +175,7 @@ def violations(sources: dict[str, str]) -> list[str]:
     broken: dict[tuple[str, int, str], str] = {}
     collectives: set[str] = set()
     for path, source in sorted(sources.items()):
-        for found in imports(path, source):
+        for found in imports(path, ast.parse(source, path)):
             if rule := broken_rule(path, found, pure_modules):
                 broken.setdefault((path, found.line, rule), found.name)
             if found.within("torch.distributed") and not path.startswith(("tests/", "bench/", "examples/")):
@@ -204,7 +204,7 @@ def circle(sources: dict[str, str]) -> list[str]:
         if path.endswith("__init__.py") or path in ENTITIES:
             tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
         graph[names[path]] = needed = set[str]()
-        for found in imports(path, ast.unparse(tree)):
+        for found in imports(path, tree):
             name = found.name if found.name in known else found.name.rpartition(".")[0]
             if name in known and name != names[path]:
                 needed.add(name)
