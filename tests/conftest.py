@@ -24,6 +24,9 @@ settings.register_profile(
 )
 settings.load_profile("enginepool")
 
+# The threads that numpy has for large matrices wait actively, for 20 ms of CPU time in each process that imports it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the commands that they interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
