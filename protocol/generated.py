@@ -101,9 +101,21 @@ def column_specs(total: int, logprobs: bool, top: int) -> list[FrameSpec]:
     return specs
 
 
-def prompt_specs(prompts: Sequence[Sequence[int]]) -> list[FrameSpec]:
-    """The frame with the log-probabilities of these prompts, the last number of each of which is its tokens."""
-    return [FrameSpec("prompt_logprobs", "float32", (sum(prompt[-1] for prompt in prompts),))] if prompts else []
+def prompt_specs(prompts: Sequence[Sequence[int]], top: int) -> list[FrameSpec]:
+    """The frames with the log-probabilities of these prompts, the last number of each of which is its tokens."""
+    specs = column_specs(sum(prompt[-1] for prompt in prompts), True, top) if prompts else []
+    return [msgspec.structs.replace(spec, name=f"prompt_{spec.name}") for spec in specs]
+
+
+def prompt_top(specs: Sequence[FrameSpec]) -> int:
+    """The `top_logprobs` of the prompts in these frames."""
+    return specs[-1].shape[-1] if specs and specs[-1].name == "prompt_top_logprobs" and specs[-1].shape else 0
+
+
+def read_prompt_columns(specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Buffer:
+    """The columns of the tokens of prompts, in frames that fit their header."""
+    top = prompt_top(specs)
+    return join_columns(frames[-3], frames[-2], frames[-1], top) if top else frames[-1]
 
 
 def token_width(specs: Sequence[FrameSpec], total: int, prompts: Sequence[Sequence[int]]) -> int:
@@ -114,10 +126,11 @@ def token_width(specs: Sequence[FrameSpec], total: int, prompts: Sequence[Sequen
     """
     if min([prompt[-1] for prompt in prompts], default=1) < 1:
         raise _malformed("prompts", f"{[list(prompt) for prompt in prompts]}; each has at least 1 token")
-    tokens, last = FrameSpec("tokens", "int32", (total,)), prompt_specs(prompts)
+    tokens, of_prompts = FrameSpec("tokens", "int32", (total,)), prompt_top(specs)
+    last = prompt_specs(prompts, of_prompts)
     top = specs[2].shape[-1] if len(specs) > 3 and len(specs[2].shape) == 2 else 0
     for logprobs, k in ((False, 0), (True, 0), (True, top)):
-        if list(specs) == [tokens, *column_specs(total, logprobs, k), *last]:
+        if list(specs) == [tokens, *column_specs(total, logprobs, k), *last] and (of_prompts == k or not (total and prompts)):
             return logprobs + 2 * k
     raise _malformed("frames", f"{msgspec.to_builtins(specs)} for {total} tokens")
 
@@ -153,7 +166,7 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, asked
     total = specs[0].shape[0] if specs and specs[0].shape else 0
     expected = [
         FrameSpec("output", "int32", (total,)), FrameSpec("output_lengths", "uint32", (rows,)),
-        *column_specs(total, logprobs, top), *prompt_specs(answer.prompts),
+        *column_specs(total, logprobs, top), *prompt_specs(answer.prompts, top),
     ]  # fmt: skip
     if list(specs) != expected:
         raise _malformed("frames", f"{msgspec.to_builtins(specs)} instead of {msgspec.to_builtins(expected)}")
@@ -183,7 +196,7 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, asked
 
 
 def read_prompts(answer: Generated, frames: Sequence[Buffer], asked: Generate) -> dict[int, Buffer]:
-    """By the number of a prompt, the log-probabilities in an answer whose frames `read_generated` has checked.
+    """By the number of a prompt, the columns of its tokens in an answer whose frames `read_generated` has checked.
 
     Raises:
         WireError: `malformed`: it has none to this request.
@@ -192,18 +205,19 @@ def read_prompts(answer: Generated, frames: Sequence[Buffer], asked: Generate) -
     prompts = asked.frames[1].shape[0] if asked.prompt_logprobs else 0
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(prompts)) or any(n < 1 for _, n in answer.prompts):
         raise _malformed("prompts", f"{answer.prompts}; each of {prompts} prompts at most once, with its tokens")
+    columns = memoryview(read_prompt_columns(answer.frames, frames) if numbers else b"").cast("B")
     found: dict[int, Buffer] = {}
-    first = 0
+    end = 0
     for number, count in answer.prompts:
-        found[number] = memoryview(frames[-1]).cast("B")[4 * first : 4 * (first + count)]
-        first += count
+        first, end = end, end + asked.prompt_width * 4 * count
+        found[number] = columns[first:end]
     return found
 
 
 def write_generated(
     answer: Generated, sequences: Sequence[AnsweredSequence], logprobs: bool, top: int, prompts: Mapping[int, Buffer]
 ) -> tuple[Generated, Sequence[Buffer]]:
-    """`answer` with these sequences and log-probabilities of prompts instead of its own, and its frames. Its version is the
+    """`answer` with these sequences and columns of prompts instead of its own, and its frames. Its version is the
     highest that computed one of their tokens; without tokens it stays what it was."""
     lengths = array("I", [len(sequence.tokens) // 4 for sequence in sequences])
     total = sum(lengths)
@@ -212,10 +226,10 @@ def write_generated(
     if logprobs:
         frames += split_columns(b"".join(sequence.logprobs for sequence in sequences), top)
         specs += column_specs(total, logprobs, top)
-    known = [(number, len(prompts[number]) // 4) for number in sorted(prompts)]
+    known = [(number, len(prompts[number]) // (4 * (1 + 2 * top))) for number in sorted(prompts)]
     if known:
-        frames.append(b"".join(prompts[number] for number, _ in known))
-        specs += prompt_specs(known)
+        frames += split_columns(b"".join(prompts[number] for number, _ in known), top)
+        specs += prompt_specs(known, top)
     starts = [sequence.start for sequence in sequences]
     whole = msgspec.structs.replace(
         answer,

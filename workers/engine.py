@@ -121,7 +121,7 @@ class GenerationTask:
     sampling: `max_new_tokens` counts from the end of the prompt; sequence i is drawn with `sampling_seed` + i.
     logprobs: each token has the logarithm of its probability. at: position of the first token in the
     output. top_logprobs: and so many of the most probable tokens have one, in its place.
-    prompt_logprobs: of so many of the first tokens of the prompt, or 0.
+    prompt_logprobs: of so many of the first tokens of the prompt, or 0; with `top_logprobs` as well.
     """
 
     prompt: Ids
@@ -141,6 +141,7 @@ class NewTokens(NamedTuple):
     cached: once, with the first tokens of the task: how many tokens of its prompt the engine had in its prefix cache.
     prompt_logprobs: with them, if asked for: as many as asked for; the first one is NaN.
     top_ids, top_logprobs: for each token as many as asked for, the most probable first.
+    prompt_top_ids, prompt_top_logprobs: the same of the tokens in `prompt_logprobs`; -1 and NaN for the first one.
     """
 
     sequence: int
@@ -152,6 +153,8 @@ class NewTokens(NamedTuple):
     prompt_logprobs: Sequence[float] = ()
     top_ids: Sequence[Sequence[int]] = ()
     top_logprobs: Sequence[Sequence[float]] = ()
+    prompt_top_ids: Sequence[Sequence[int]] = ()
+    prompt_top_logprobs: Sequence[Sequence[float]] = ()
 
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.

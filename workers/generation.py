@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from enginepool.protocol.generated import column_specs, prompt_specs
@@ -42,7 +43,7 @@ class OutgoingSteps:
         self._cached: list[tuple[int, int]] = []
         self._top_ids, self._top_logprobs = array("i"), array("f")
         self._prompts: list[tuple[int, int]] = []
-        self._prompt_logprobs = array("f")
+        self._prompt_logprobs, self._prompt_top_ids, self._prompt_top_logprobs = array("f"), array("i"), array("f")
 
     def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens of a sequence."""
@@ -63,17 +64,17 @@ class OutgoingSteps:
         """The task whose first tokens were just added had so many tokens of its prompt in the engine's prefix cache."""
         self._cached.append((counter, tokens))
 
-    def add_prompt(self, counter: int, logprobs: Sequence[float]) -> None:
+    def add_prompt(self, counter: int, new: NewTokens) -> None:
         """The log-probabilities of the prompt of that task."""
-        self._prompts.append((counter, len(logprobs)))
-        self._prompt_logprobs.extend(logprobs)
+        self._prompts.append((counter, len(new.prompt_logprobs)))
+        self._prompt_logprobs.extend(new.prompt_logprobs)
+        self._prompt_top_ids.extend(chain.from_iterable(new.prompt_top_ids))
+        self._prompt_top_logprobs.extend(chain.from_iterable(new.prompt_top_logprobs))
 
     def add_top(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
         """The most probable tokens in the places of the tokens that were just added."""
-        for row in ids:
-            self._top_ids.extend(row)
-        for row in logprobs:
-            self._top_logprobs.extend(row)
+        self._top_ids.extend(chain.from_iterable(ids))
+        self._top_logprobs.extend(chain.from_iterable(logprobs))
 
     def flush(self) -> None:
         """Hand over what is there now."""
@@ -90,8 +91,10 @@ class OutgoingSteps:
             specs += column_specs(len(self._tokens), False, self._top)
             frames += (self._top_ids.tobytes(), self._top_logprobs.tobytes())
         if self._prompts:
-            specs += prompt_specs(self._prompts)
+            specs += prompt_specs(self._prompts, self._top)
             frames.append(self._prompt_logprobs.tobytes())
+            if self._top:
+                frames += (self._prompt_top_ids.tobytes(), self._prompt_top_logprobs.tobytes())
         event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), self._cached, self._prompts)
         self._clear()
         self._feed(event)
@@ -125,7 +128,7 @@ class RunningGeneration:
         if new.cached is not None:
             self._out.add_cached(counter, new.cached)
         if new.prompt_logprobs:
-            self._out.add_prompt(counter, new.prompt_logprobs)
+            self._out.add_prompt(counter, new)
 
     def emit_top(self, new: NewTokens) -> None:
         """As `emit`, for a task with `top_logprobs`."""

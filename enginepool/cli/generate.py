@@ -65,6 +65,10 @@ async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> di
     columns: dict[str, Any] = {"samples": samples}
     if found.prompt_logprobs is not None and found.prompt_logprobs[0] is not None:
         columns["prompt_logprobs"] = found.prompt_logprobs[0].tolist()
+        if found.prompt_top_ids is not None and found.prompt_top_logprobs is not None:
+            ids, chances = found.prompt_top_ids[0], found.prompt_top_logprobs[0]
+            assert ids is not None and chances is not None
+            columns |= {"prompt_top_ids": ids.tolist(), "prompt_top_logprobs": chances.tolist()}
     return columns | {"version": found.version, "tokens": found.usage.output_tokens}
 
 

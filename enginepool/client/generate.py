@@ -81,7 +81,7 @@ class GenerateCalls(RowCalls):
                 0), among the tokens that a mask allows, before top_k, top_p and min_p. Default: False.
             top_logprobs: and of so many of the most probable tokens in its place, by the same distribution: at most 20. It asks
                 for `logprobs`, too. Default: 0.
-            prompt_logprobs: the same of each token of the prompts, at temperature 1. The engine computes a whole prompt then,
+            prompt_logprobs: both of each token of the prompts, too, at temperature 1. The engine computes a whole prompt then,
                 also what it has of it in its prefix cache. Default: False.
             partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
                 instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.

@@ -66,6 +66,8 @@ class Generations(Sequence[tuple[Generation, ...]]):
         timings: time in the queue, and in the engines.
         prompt_logprobs: if asked for, of each prompt float32 [its tokens]: the logarithm of the probability of each token given
             those before it, NaN for the first one. None in the place of a prompt of which this call generated no token.
+        prompt_top_ids, prompt_top_logprobs: if both are asked for, of each prompt int32 and float32 [its tokens, k]: in the
+            place of each token the k most probable ones; −1 and NaN for the first one. None as in `prompt_logprobs`.
     """
 
     groups: tuple[tuple[Generation, ...], ...]
@@ -73,6 +75,8 @@ class Generations(Sequence[tuple[Generation, ...]]):
     usage: TokenUsage
     timings: RequestTimings
     prompt_logprobs: tuple[Floats | None, ...] | None = None
+    prompt_top_ids: tuple[TopIds | None, ...] | None = None
+    prompt_top_logprobs: tuple[Floats | None, ...] | None = None
 
     @overload
     def __getitem__(self, index: int) -> tuple[Generation, ...]: ...
@@ -145,7 +149,7 @@ def read_generations(
         answer.version,
         TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
-        _of_prompts(prompts, len(groups)) if request.prompt_logprobs else None,
+        *_of_prompts(prompts, len(groups), request),
     )
     interrupted = sum(one.finish_reason == "interrupted" for one in found)
     if interrupted and not request.partial:
@@ -154,8 +158,14 @@ def read_generations(
     return generations
 
 
-def _of_prompts(found: Mapping[int, Buffer], count: int) -> tuple[Floats | None, ...]:
-    return tuple(np.array(np.frombuffer(found[at], np.float32)) if at in found else None for at in range(count))
+def _of_prompts(found: Mapping[int, Buffer], count: int, request: Generate) -> list[Any]:
+    """The last three attributes of `Generations`."""
+    if not request.prompt_logprobs:
+        return [None] * 3
+    none: tuple[None, None, None] = (None, None, None)
+    rows = [read_arrays(found[at], request.top_logprobs) if at in found else none for at in range(count)]
+    columns = [*zip(*rows, strict=True)]
+    return columns if request.top_logprobs else [columns[0], None, None]
 
 
 def read_arrays(columns: Buffer, top: int | None) -> tuple[Floats | None, TopIds | None, Floats | None]:

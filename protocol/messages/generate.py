@@ -102,7 +102,8 @@ class Generate(Message, tag="generate"):
     `n`: sequences for each prompt; sequence s belongs to prompt s // n. `stream`: tokens are sent as they come (`tokens`), and
     all in the final answer. `credit`: how many of them the client leaves unread at most. `logprobs`: each token has the
     logarithm of its probability; `top_logprobs`: and so many of the most probable tokens have one, in its place.
-    `prompt_logprobs`: so have the tokens of each prompt, given those before. `partial`: a sequence whose worker is lost, or
+    `prompt_logprobs`: so have the tokens of each prompt, given those before, and the most probable ones in their place.
+    `partial`: a sequence whose worker is lost, or
     that weights interrupt, ends as `interrupted`, instead of going on elsewhere. `ended`: sequences that have all their tokens
     in `output`.
     """
@@ -143,9 +144,14 @@ class Generate(Message, tag="generate"):
         return self.sampling.max_new_tokens * (1 + self.width)
 
     @property
+    def prompt_width(self) -> int:
+        """Elements of each token of a prompt in its answer."""
+        return 1 + 2 * self.top_logprobs if self.prompt_logprobs else 0
+
+    @property
     def prompt_columns(self) -> int:
         """Elements of all prompts in its answer. A text has at most as many ids as bytes, and one more."""
-        return self.frames[0].shape[0] + self.frames[1].shape[0] if self.prompt_logprobs else 0
+        return (self.frames[0].shape[0] + self.frames[1].shape[0]) * self.prompt_width
 
 
 class Credit(Message, tag="credit"):
@@ -180,7 +186,8 @@ class Tokens(Message, tag="tokens"):
     of these requests asked for them: NaN at tokens of the others. Requests with `top_logprobs` = k share a message only with
     each other: then `top_ids` int32 [tokens, k] and `top_logprobs` float32 [tokens, k].
 
-    `prompts`: [id, prompt, count]; then the last frame is `prompt_logprobs` float32 [sum of the counts].
+    `prompts`: [id, prompt, count]; then the last frames are `prompt_logprobs` float32 [sum of the counts], and with
+    `top_logprobs` `prompt_top_ids` int32 and `prompt_top_logprobs` float32 [as many, k].
     """
 
     runs: list[Run]
@@ -201,8 +208,8 @@ class GenerationUsage(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Generated(Message, tag="generated"):
     """The final answer of a `generate`. Frames: `output` int32, `output_lengths` uint32 [sequences], then `logprobs` float32
-    [tokens], `top_ids` int32 and `top_logprobs` float32 [tokens, k], `prompt_logprobs` float32 [sum of the counts in
-    `prompts`], if asked for. A sequence has the tokens from `starts` on: those before it the request brought along.
+    [tokens], `top_ids` int32 and `top_logprobs` float32 [tokens, k], and those of `prompts` as in `Tokens`, if asked for. A
+    sequence has the tokens from `starts` on: those before it the request brought along.
 
     `ended` and `spans`: of each sequence, in order. A span is [version, count]: so many of these tokens, in order, were
     computed by weights of this version. `version`: the highest of them. `prompts`: [prompt, count], of which some tokens were

@@ -105,7 +105,7 @@ class GeneratingPool(Pool):
         for task, values in prompts:
             assert isinstance(task.message, StartGeneration)
             sent.append((task.message.task[1], len(values)))
-        data = b"".join(np.array(values, np.float32).tobytes() for _, values in prompts)
+        data = b"".join(prompt_columns(values, top) for _, values in prompts)
         return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data))
 
 
@@ -115,6 +115,14 @@ def columns(tokens: Sequence[int], top: int = 0) -> bytes:
     ids = np.array(tokens, np.int32).reshape(-1, 1) + np.arange(top, dtype=np.int32)
     values = (-ids).astype(np.float32)
     return join_columns((-np.array(tokens, np.float32)).tobytes(), ids.tobytes(), values.tobytes(), top)
+
+
+def prompt_columns(logprobs: Sequence[float], top: int = 0) -> bytes:
+    """What the tokens of a prompt have: these log-probabilities, and the most probable ones in their place are 0, 1, …"""
+    ids = np.tile(np.arange(top, dtype=np.int32), (len(logprobs), 1))
+    ids[:1] = -1
+    values = np.array(logprobs, np.float32)
+    return join_columns(values.tobytes(), ids.tobytes(), np.repeat(values, top).tobytes(), top)
 
 
 def streamed(sent: list[Sent]) -> list[tuple[int, int, int, int, list[int]]]:

@@ -26,10 +26,10 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.shell.decode import client_event
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.generated import check_tokens, join_columns
+from enginepool.protocol.generated import check_tokens, join_columns, read_prompts
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Message, Sampling, StartGeneration, ToClient, Tokens
 from tests.core import generations, machines
-from tests.core.generations import CAN, GeneratingPool, columns
+from tests.core.generations import CAN, GeneratingPool, columns, prompt_columns
 from tests.core.machines import Sent
 from tests.core.session_invariants import check_session
 
@@ -196,8 +196,9 @@ def test_each_token_is_read_once_and_in_order_however_links_workers_and_coordina
     rng = random.Random(seed)
     world = World(rng, monkeypatch, top)
     specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (1,))]
+    asked: dict[int, Generate] = {}
     for id_ in world.unread:
-        made = Generate(
+        asked[id_] = made = Generate(
             id_, specs, n=SAMPLES, sampling=Sampling(max_new_tokens=MOST), stream=True, credit=CREDIT, logprobs=True,
             top_logprobs=top, prompt_logprobs=top > 0,
         )  # fmt: skip
@@ -221,4 +222,5 @@ def test_each_token_is_read_once_and_in_order_however_links_workers_and_coordina
         assert join_columns(logprobs, more[0] if top else b"", more[1] if top else b"", top) == columns(rows, top)
         if top:
             assert answer.message.prompts == [(0, 3)]  # type: ignore[union-attr]
-            np.testing.assert_array_equal(np.frombuffer(answer.frames[5], np.float32), OF_PROMPT)
+            found = read_prompts(answer.message, answer.frames, asked[id_])  # type: ignore[arg-type]
+            assert bytes(found[0]) == prompt_columns(OF_PROMPT.tolist(), top)

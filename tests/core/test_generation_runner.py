@@ -281,9 +281,13 @@ def test_tasks_with_top_logprobs_are_told_apart_from_others_and_prompts_with_the
         worker.start(2, logprobs=True)
         await asyncio.sleep(0)
         row = ((11, 12), (-0.5, -1.5))
+        of_prompt = [(-1, -1), (5, 6), (7, 8)], [(math.nan, math.nan), (-1, -2), (-3, -4)]
         emits[0](
-            NewTokens(0, [11], (-0.5,), cached=0, prompt_logprobs=[math.nan, -1, -2], top_ids=[row[0]], top_logprobs=[row[1]])
-        )
+            NewTokens(
+                0, [11], (-0.5,), cached=0, prompt_logprobs=[math.nan, -1, -2], top_ids=[row[0]], top_logprobs=[row[1]],
+                prompt_top_ids=of_prompt[0], prompt_top_logprobs=of_prompt[1],
+            )
+        )  # fmt: skip
         emits[1](NewTokens(0, [21], (-0.25,)))
         await asyncio.sleep(0)
         return worker
@@ -297,7 +301,10 @@ def test_tasks_with_top_logprobs_are_told_apart_from_others_and_prompts_with_the
     logprobs, ids, values = split_columns(read.logprobs, 2)
     assert np.frombuffer(logprobs, np.float32).tolist() == [-0.5]
     assert (np.frombuffer(ids, np.int32).tolist(), np.frombuffer(values, np.float32).tolist()) == ([11, 12], [-0.5, -1.5])
-    np.testing.assert_array_equal(np.frombuffer(read.prompt_logprobs, np.float32), [np.nan, -1, -2])
+    first, ids, chances = split_columns(read.prompt_columns, 2)
+    np.testing.assert_array_equal(np.frombuffer(first, np.float32), [np.nan, -1, -2])
+    assert np.frombuffer(ids, np.int32).tolist() == [-1, -1, 5, 6, 7, 8]
+    np.testing.assert_array_equal(np.frombuffer(chances, np.float32), [np.nan, np.nan, -1, -2, -3, -4])
     assert [spec.name for spec in plain.specs] == ["tokens", "logprobs"]
 
 

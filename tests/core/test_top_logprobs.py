@@ -13,7 +13,14 @@ from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.generated import check_tokens, join_columns, read_generated, read_prompts, split_columns
+from enginepool.protocol.generated import (
+    check_tokens,
+    join_columns,
+    read_generated,
+    read_prompt_columns,
+    read_prompts,
+    split_columns,
+)
 from enginepool.protocol.messages import (
     MAX_TOP_LOGPROBS,
     FrameSpec,
@@ -25,7 +32,7 @@ from enginepool.protocol.messages import (
     Step,
     Tokens,
 )
-from tests.core.generations import CAN, GeneratingPool, columns, generate
+from tests.core.generations import CAN, GeneratingPool, columns, generate, prompt_columns
 from tests.core.machines import EPOCH, Sent, failures
 
 OF_PROMPT = [float("nan"), -1.0, -2.0]
@@ -45,7 +52,7 @@ def of_prompts(sent: list[Sent]) -> list[tuple[list[tuple[int, int, int]], bytes
         if isinstance(one.message, Tokens):
             check_tokens(one.message)
             if one.message.prompts:
-                found.append((one.message.prompts, one.frames[-1]))
+                found.append((one.message.prompts, bytes(read_prompt_columns(one.message.frames, one.frames))))
     return found
 
 
@@ -76,6 +83,7 @@ def test_a_model_with_fewer_tokens_is_named() -> None:
         ({"logprobs": True}, 2 * 8 * 4),
         ({"logprobs": True, "top_logprobs": 5}, 2 * 8 * 4 * 11),
         ({"prompt_logprobs": True}, 4 * (3 + 1)),
+        ({"logprobs": True, "top_logprobs": 5, "prompt_logprobs": True}, (2 * 8 + 3 + 1) * 4 * 11),
     ],
 )
 def test_their_bytes_are_charged_before_the_request_is_taken_and_the_client_counts_the_same(
@@ -141,6 +149,8 @@ def test_a_worker_that_sends_another_number_of_them_is_lost(asked: int, given: i
 
 
 TOP = [FrameSpec("top_ids", "int32", (1, 2)), FrameSpec("top_logprobs", "float32", (1, 2))]
+PROMPT = [FrameSpec("prompt_logprobs", "float32", (3,)), FrameSpec("prompt_top_ids", "int32", (3, 2))]
+PROMPT.append(FrameSpec("prompt_top_logprobs", "float32", (3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,11 @@ TOP = [FrameSpec("top_ids", "int32", (1, 2)), FrameSpec("top_logprobs", "float32
         (TOP, [(1, 3)]),
         ([*TOP, FrameSpec("prompt_logprobs", "float32", (0,))], [(1, 0)]),
         ([*TOP, FrameSpec("prompt_logprobs", "float32", (2,))], [(1, 3), (1, -1)]),
+        ([*TOP, *PROMPT[:1]], [(1, 3)]),
+        ([*TOP, *PROMPT[:2]], [(1, 3)]),
+        ([*TOP, *PROMPT], [(1, 2)]),
+        (PROMPT, [(1, 3)]),
+        ([*TOP, *PROMPT], []),
     ],
 )
 def test_frames_that_do_not_fit_are_malformed(specs: list[FrameSpec], prompts: list[tuple[int, int]]) -> None:
@@ -208,28 +223,46 @@ def test_another_worker_is_asked_only_for_a_prompt_of_which_nothing_is_known() -
     assert answered(sent)[0].prompts == [(0, 3), (1, 3)]
 
 
-def test_a_stream_gets_them_with_its_first_tokens_and_again_on_a_new_link() -> None:
+@pytest.mark.parametrize("top", [0, 2])
+def test_a_stream_gets_them_with_its_first_tokens_and_again_on_a_new_link(top: int) -> None:
     pool = GeneratingPool()
     client = pool.client(b"link", client=b"c")
     link = pool.worker(can=CAN)
-    asked = generate(3, stream=True, prompt_logprobs=True)
+    asked = generate(3, stream=True, logprobs=top > 0, top_logprobs=top, prompt_logprobs=True)
     pool.submit(client, 1, asked)
     [task] = pool.tasks()
-    data = np.array(OF_PROMPT, np.float32).tobytes()
-    assert of_prompts(pool.step(link, (task, 0, 0, [1], ""), prompts=[(task, OF_PROMPT)])) == [([(1, 0, 3)], data)]
-    assert of_prompts(pool.step(link, (task, 0, 1, [1], ""))) == []
+    data = prompt_columns(OF_PROMPT, top)
+    given: dict[str, Any] = {"logprobs": top > 0, "top": top}
+    assert of_prompts(pool.step(link, (task, 0, 0, [1], ""), prompts=[(task, OF_PROMPT)], **given)) == [([(1, 0, 3)], data)]
+    assert of_prompts(pool.step(link, (task, 0, 1, [1], ""), **given)) == []
     client = pool.client(b"again", client=b"c", incarnation=1)
     assert of_prompts(pool.submit(client, 1, asked)) == [([(1, 0, 3)], data)]
 
 
-@pytest.mark.parametrize(("wanted", "given"), [(True, OF_PROMPT[:2]), (False, OF_PROMPT)])
-def test_a_worker_that_sends_other_ones_than_were_asked_for_is_lost(wanted: bool, given: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "given", "asked", "top"), [(True, OF_PROMPT[:2], 2, 2), (False, OF_PROMPT, 2, 2), (True, OF_PROMPT, 0, 2)]
+)
+def test_a_worker_that_sends_other_ones_than_were_asked_for_is_lost(
+    wanted: bool, given: list[float], asked: int, top: int
+) -> None:
     pool = GeneratingPool()
     client = pool.client()
     link = pool.worker(can=CAN)
-    pool.submit(client, 1, generate(3, prompt_logprobs=wanted))
+    pool.submit(client, 1, generate(3, logprobs=asked > 0, top_logprobs=asked, prompt_logprobs=wanted))
     [task] = pool.tasks()
-    pool.step(link, (task, 0, 0, [1], ""), prompts=[(task, given)])
+    pool.step(link, (task, 0, 0, [1], ""), logprobs=True, top=top, prompts=[(task, given)])
+    assert not pool.machine.core.worker_links
+
+
+def test_an_id_outside_the_vocabulary_in_the_place_of_a_token_of_a_prompt_shows_that_the_worker_is_broken() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, logprobs=True, top_logprobs=1, prompt_logprobs=True))
+    [task] = pool.tasks()
+    data = join_columns(bytes(12), np.array([-1, CAN.vocab, 0], np.int32).tobytes(), bytes(12), 1)
+    said, none = [(start(task).task[1], 3)], memoryview(b"")
+    pool.do(ev.TokensGenerated(0, link, EPOCH, 0, [], none, none, top=1, prompts=said, prompt_columns=data))
     assert not pool.machine.core.worker_links
 
 

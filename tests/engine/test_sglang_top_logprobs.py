@@ -90,19 +90,25 @@ def test_the_most_probable_tokens_are_those_at_the_temperature_before_others_are
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize(("temperature", "top"), [(0.0, 0), (0.5, 0), (0.5, TOP)])
 def test_log_probabilities_of_a_prompt_are_those_at_temperature_1_also_when_it_is_in_the_cache(
-    generating: HostedEngine, direct: LanguageModel, temperature: float
+    generating: HostedEngine, direct: LanguageModel, temperature: float, top: int
 ) -> None:
     for _ in range(2):
-        tasks = [task(p, n=2, of_prompt=len(p), temperature=temperature) for p in PROMPTS]
+        tasks = [task(p, n=2, of_prompt=len(p), temperature=temperature, top=top) for p in PROMPTS]
         for prompt, emitted in zip(PROMPTS, run(generating, *tasks), strict=True):
             [found] = [new.prompt_logprobs for new in emitted if new.prompt_logprobs]
             assert len(found) == len(prompt) and math.isnan(found[0])
             table = direct.logprobs(prompt)
             expected = [table[at, token] for at, token in enumerate(prompt[1:])]
             np.testing.assert_allclose(found[1:], expected, rtol=1e-4, atol=1e-4)
-            assert not any(new.logprobs for new in emitted), "none were asked for"
+            assert top or not any(new.logprobs for new in emitted), "none were asked for"
+            [first] = [new for new in emitted if new.prompt_logprobs]
+            ids, values = np.array(first.prompt_top_ids), np.array(first.prompt_top_logprobs)
+            if top:
+                assert ids.shape == values.shape == (len(prompt), TOP) and (ids[0] == -1).all() and np.isnan(values[0]).all()
+                np.testing.assert_allclose(values[1:], np.sort(table)[:-1, ::-1][:, :TOP], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(values[1:], np.take_along_axis(table[:-1], ids[1:], 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.every_version

@@ -44,9 +44,15 @@ def assert_right(found: Generation, i: int, sample: int = 0, *, first: int = 0) 
 
 def assert_prompts(found: Generations, *numbers: int) -> None:
     assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == len(numbers)
-    for one, i in zip(found.prompt_logprobs, numbers, strict=True):
+    assert found.prompt_top_ids is not None and found.prompt_top_logprobs is not None
+    columns = zip(found.prompt_logprobs, found.prompt_top_ids, found.prompt_top_logprobs, numbers, strict=True)
+    for one, ids, chances, i in columns:
         assert one is not None and one.dtype == np.float32
         np.testing.assert_allclose(one, of_prompt(i), rtol=1e-5)
+        assert ids is not None and chances is not None and ids.shape == (len(prompt(i)), 3)
+        assert (ids[0] == -1).all() and np.isnan(chances[0]).all()
+        np.testing.assert_array_equal(ids[1:], (np.array(prompt(i))[1:, None] + np.arange(3)) % VOCAB)
+        np.testing.assert_allclose(chances[1:], np.array(of_prompt(i))[1:, None] - np.arange(3), rtol=1e-5)
 
 
 def test_a_call_has_them_as_arrays_and_others_at_the_same_time_have_none(processes: Processes, tmp_path: Path) -> None:
@@ -64,6 +70,7 @@ def test_a_call_has_them_as_arrays_and_others_at_the_same_time_have_none(process
                         assert_right(one, i)
             assert narrow[0][0].top_ids is not None and narrow[0][0].top_ids.shape[1:] == (1,)
             assert (none[0][0].logprobs, none[0][0].top_ids, none.prompt_logprobs) == (None, None, None)
+            assert none.prompt_top_ids is None and none.prompt_top_logprobs is None
             assert chosen[0][0].logprobs is not None and chosen[0][0].top_ids is None
 
     asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
@@ -130,4 +137,5 @@ def test_the_command_writes_them(processes: Processes, tmp_path: Path) -> None:
     assert len(sample["top_ids"]) == len(sample["top_logprobs"]) == len(sample["token_ids"])
     assert first["prompt_logprobs"][0] is None
     np.testing.assert_allclose(first["prompt_logprobs"][1:], of_prompt(1)[1:], rtol=1e-5)
+    assert first["prompt_top_ids"][0] == [-1, -1] and len(first["prompt_top_logprobs"]) == len(prompt(1))
     assert "prompt_logprobs" not in second and "top_ids" not in second["samples"][0]

@@ -3,15 +3,16 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from enginepool.client.session.events import Answer
-from enginepool.protocol.generated import join_columns, split_columns
+from enginepool.protocol.generated import join_columns, read_prompt_columns, split_columns
 from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
 from enginepool.workers.sim.operation import Weights as SimWeights
-from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of
 from tests.sim.generating import END_EVERY, Generating
 from tests.sim.sim_generator import top_of
 from tests.sim.traffic import Call
@@ -90,7 +91,9 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
     request, frames = generating.request, [bytes(frame) for frame in answer.frames]
     top, width = request.top_logprobs, 4 * request.width
     names = ["output", "output_lengths", *(["logprobs"] if request.logprobs else [])]
-    names += [*(["top_ids", "top_logprobs"] if top else []), *(["prompt_logprobs"] if message.prompts else [])]
+    names += [*(["top_ids", "top_logprobs"] if top else [])]
+    if message.prompts:
+        names += ["prompt_logprobs", *(["prompt_top_ids", "prompt_top_logprobs"] if top else [])]
     assert [spec.name for spec in message.frames] == names, f"{call}: {message.frames}"
     output, lengths, chances = frames[0], frames[1], frames[2] if request.logprobs else b""
     columns = join_columns(frames[2], frames[3], frames[4], top) if top else chances
@@ -114,14 +117,26 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
 
 def _check_prompts(call: Call, message: Generated, answer: Answer, tokens: Sequence[bytes], weights: Sequence[Weights]) -> None:
     """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made."""
-    known, data = dict(message.prompts), bytes(answer.frames[-1])
+    generating = call.generating
+    assert generating is not None
+    known, top = dict(message.prompts), generating.request.top_logprobs
+    data = bytes(read_prompt_columns(message.frames, answer.frames)) if known else b""
     n = len(tokens) // len(call.prompts)
     begun = {i // n for i, some in enumerate(tokens) if some}
     assert len(known) == len(message.prompts) and begun <= known.keys(), f"{call}: {message.prompts}, tokens of {begun}"
     for number, count in message.prompts:
-        prompt, mine, data = call.prompts[number], data[: 4 * count], data[4 * count :]
-        allowed = [array("f", prompt_logprobs(prompt, count, SimWeights(one.content))).tobytes() for one in weights]
+        size = 4 * count * (1 + 2 * top)
+        prompt, mine, data = call.prompts[number], data[:size], data[size:]
+        allowed = [_of_prompt(prompt, count, top, SimWeights(one.content)) for one in weights]
         assert 4 * count == len(prompt) and mine in allowed[call.floor :], f"{call}: prompt {number}"
+
+
+def _of_prompt(prompt: bytes, count: int, top: int, weights: SimWeights) -> bytes:
+    """The columns of the tokens of a prompt."""
+    known = prompt_logprobs(prompt, count, weights)
+    ids, chances = prompt_top_of(prompt, known, top, VOCAB)
+    top_ids, top_logprobs = array("i", chain.from_iterable(ids)), array("f", chain.from_iterable(chances))
+    return join_columns(array("f", known).tobytes(), top_ids.tobytes(), top_logprobs.tobytes(), top)
 
 
 def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights]) -> None:

@@ -6,6 +6,7 @@ A token is a pure function of those before it and of the weights that the engine
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,7 @@ from enginepool.protocol.messages import FrameSpec, Step, TaskId
 from enginepool.workers.events import GenerationLeft, RunGeneration, StepsDone
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.prefix_cache import SimPrefixCache
-from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of
 from tests.sim.generating import END_EVERY
 from tests.sim.sim_stager import content_of
 from tests.sim.traffic import POISON, REFUSED, uid_of
@@ -212,7 +213,7 @@ class _Out:
     def __init__(self, top: int, vocab: int) -> None:
         self._top, self._vocab = top, vocab
         self.prompts: list[tuple[int, int]] = []
-        self._prompt_logprobs = array("f")
+        self._prompt_logprobs, self._prompt_top_ids, self._prompt_top_logprobs = array("f"), array("i"), array("f")
         self.epochs: set[int] = set()
         self.steps: list[Step] = []
         self.cached: list[tuple[int, int]] = []
@@ -229,7 +230,11 @@ class _Out:
 
     def add_prompt(self, task: SimGeneration, weights: Weights) -> None:
         self.prompts.append((task.id[1], task.of_prompt))
-        self._prompt_logprobs.extend(prompt_logprobs(task.prompt, task.of_prompt, weights))
+        known = prompt_logprobs(task.prompt, task.of_prompt, weights)
+        self._prompt_logprobs.extend(known)
+        ids, chances = prompt_top_of(task.prompt, known, self._top, self._vocab)
+        self._prompt_top_ids.extend(chain.from_iterable(ids))
+        self._prompt_top_logprobs.extend(chain.from_iterable(chances))
 
     def frames(self) -> tuple[list[FrameSpec], tuple[bytes, ...]]:
         shape = (len(self._tokens),)
@@ -241,8 +246,10 @@ class _Out:
             specs += column_specs(shape[0], False, self._top)
             frames += top_of(self._tokens, self._logprobs, self._top, self._vocab)
         if self.prompts:
-            specs += prompt_specs(self.prompts)
+            specs += prompt_specs(self.prompts, self._top)
             frames.append(self._prompt_logprobs.tobytes())
+            if self._top:
+                frames += [self._prompt_top_ids.tobytes(), self._prompt_top_logprobs.tobytes()]
         return specs, tuple(frames)
 
 

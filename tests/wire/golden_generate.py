@@ -114,6 +114,8 @@ def _to_client() -> list[Valid]:
         Array("top_ids", "int32", (2, 2), (31, 7, 32, 9)),
         floats("top_logprobs", (2, 2), -0.5, -2.0, -0.25, -3.0),
         floats("prompt_logprobs", (2,), 0.0, -1.5),
+        Array("prompt_top_ids", "int32", (2, 2), (-1, -1, 22, 7)),
+        floats("prompt_top_logprobs", (2, 2), 0.0, 0.0, -1.5, -2.5),
     )
     top = (ids("tokens", 31, 32), *details)
     whole = (ids("output", 31, 32), lengths("output_lengths", 0, 2), *details)
@@ -206,6 +208,8 @@ def _workers() -> list[Valid]:
         Array("top_ids", "int32", (1, 2), (33, 7)),
         floats("top_logprobs", (1, 2), -0.5, -2.0),
         floats("prompt_logprobs", (2,), 0.0, -1.5),
+        Array("prompt_top_ids", "int32", (2, 2), (-1, -1, 22, 7)),
+        floats("prompt_top_logprobs", (2, 2), 0.0, 0.0, -1.5, -2.5),
     )
     return [
         Valid(

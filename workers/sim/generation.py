@@ -10,7 +10,7 @@ from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.sim.prefix_cache import SimPrefixCache
-from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, top_of
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, top_of
 
 
 class _Entry:
@@ -167,7 +167,9 @@ class SimGenerator:
             ids, logprobs = top_of(drawn, task.top_logprobs, self._options.vocab)
             new = new._replace(top_ids=(ids,), top_logprobs=(logprobs,))
         if new.cached is not None and task.prompt_logprobs:
-            new = new._replace(prompt_logprobs=prompt_logprobs(entry.prompt, task.prompt_logprobs, weights))
+            known = prompt_logprobs(entry.prompt, task.prompt_logprobs, weights)
+            ids, chances = prompt_top_of(entry.prompt, known, task.top_logprobs, self._options.vocab)
+            new = new._replace(prompt_logprobs=known, prompt_top_ids=ids, prompt_top_logprobs=chances)
         entry.emit(new)
         if not i:
             entry.cached = None

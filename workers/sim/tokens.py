@@ -110,6 +110,15 @@ def prompt_logprobs(prompt: bytes | memoryview, count: int, weights: Weights) ->
     return out
 
 
+def prompt_top_of(
+    prompt: bytes | memoryview, logprobs: Sequence[float], top: int, vocab: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """(ids, logprobs) of the most probable tokens in the place of each token of a prompt, which has these `logprobs`."""
+    tokens = memoryview(prompt).cast("i")[: len(logprobs)]
+    ids = [[(token + i) % vocab if at else -1 for i in range(top)] for at, token in enumerate(tokens)]
+    return ids, [[logprob - i for i in range(top)] for logprob in logprobs]
+
+
 @lru_cache(256)
 def _factor(weights: Weights) -> int:
     return mix((salt_of(weights) + C * (_COLUMN + 1)) & _64) | 1

@@ -36,7 +36,7 @@ class ReceivedTokens:
         self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2:], rows)]
         for end in request.ended:
             self.sequences[end.sequence].end = end
-        #: by the number of a prompt: its log-probabilities, as bytes of float32
+        #: by the number of a prompt: the columns of its tokens
         self.prompts: dict[int, Buffer] = {}
         #: tokens that arrived, and that the caller has taken, since the request was first sent; taken <= received
         self.received = self.taken = 0
@@ -74,11 +74,11 @@ class ReceivedTokens:
         self.received += run.count - old
         return StreamPart(run.id, run.sequence, new, chances, run.version)
 
-    def prompt(self, id_: int, number: int, logprobs: Buffer) -> None:
-        """The log-probabilities of a prompt. Raises WireError."""
-        if not self._request.prompt_logprobs or not 0 <= number < self._request.frames[1].shape[0]:
+    def prompt(self, id_: int, number: int, width: int, columns: Buffer) -> None:
+        """The log-probabilities of a prompt, with so many elements for each of its tokens. Raises WireError."""
+        if width != self._request.prompt_width or not 0 <= number < self._request.frames[1].shape[0]:
             raise _malformed(id_, f"log-probabilities of prompt {number}")
-        self.prompts[number] = bytes(logprobs)
+        self.prompts[number] = bytes(columns)
 
     def ended(self, id_: int, end: SequenceEnd) -> StreamPart | None:
         """A sequence has ended. None: that was known. Raises WireError."""

@@ -13,7 +13,7 @@ from enginepool.client.session.pending_requests import PendingRequests
 from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import read_columns
+from enginepool.protocol.generated import prompt_top, read_columns, read_prompt_columns
 from enginepool.protocol.messages import Cancel, Credit, ErrorReply, Generated, SequenceEnd, Tokens
 
 
@@ -37,7 +37,7 @@ class Streams:
         columns, top = read_columns(message.frames, frames)
         tokens, logprobs, width = memoryview(frames[0]), memoryview(columns), 1 + 2 * top
         if message.prompts:
-            self._prompts(message, memoryview(frames[-1]), now, out)
+            self._prompts(message, memoryview(read_prompt_columns(message.frames, frames)).cast("B"), now, out)
         parts: dict[tuple[int, int], StreamPart] = {}
         end = 0
         for run in message.runs:
@@ -64,14 +64,14 @@ class Streams:
                     parts[one.id, one.sequence] = msgspec.structs.replace(tokens_of, end=part.end)
         out += parts.values()
 
-    def _prompts(self, message: Tokens, logprobs: memoryview, now: float, out: list[SessionEffect]) -> None:
+    def _prompts(self, message: Tokens, columns: memoryview, now: float, out: list[SessionEffect]) -> None:
         """The log-probabilities of prompts."""
-        end = 0
+        end, width = 0, 1 + 2 * prompt_top(message.frames)
         for id_, number, count in message.prompts:
-            first, end = end, end + 4 * count
+            first, end = end, end + 4 * width * count
             if (stream := self._stream(id_, now)) is not None:
                 try:
-                    stream.prompt(id_, number, logprobs[first:end])
+                    stream.prompt(id_, number, width, columns[first:end])
                 except WireError as error:
                     self._fail(id_, error, now, out)
 

@@ -255,8 +255,8 @@ class BatchDone(Event):
 class TokensGenerated(Event):
     """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none).
     `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none. `cached`: as
-    in `GenerationProgress`. `top`: `top_logprobs` of all of them; then `logprobs` are their columns. `prompt_logprobs`: of
-    `prompts`, one after the other."""
+    in `GenerationProgress`. `top`: `top_logprobs` of all of them; then `logprobs` are their columns. `prompt_columns`:
+    likewise of the tokens of `prompts`."""
 
     link: Link
     epoch: int
@@ -268,7 +268,7 @@ class TokensGenerated(Event):
     cached: Sequence[tuple[int, int]] = ()
     top: int = 0
     prompts: Sequence[tuple[int, int]] = ()
-    prompt_logprobs: Buffer = b""
+    prompt_columns: Buffer = b""
 
 
 class TextTokenized(Event):

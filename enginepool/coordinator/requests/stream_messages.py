@@ -74,9 +74,10 @@ def send_prompts(core: Context, request: Request, numbers: Iterable[int]) -> Non
     assert state is not None and isinstance(work, GenerateWork)
     if not work.stream or client.link is None or state.expected:
         return
-    prompts = [(request.id, number, len(state.prompts[number]) // 4) for number in numbers]
+    top = work.top_logprobs
+    prompts = [(request.id, number, len(state.prompts[number]) // (4 * (1 + 2 * top))) for number in numbers]
     if not prompts:
         return
-    specs = [FrameSpec("tokens", "int32", (0,)), *prompt_specs(prompts)]
-    frames = [b"", b"".join(state.prompts[number] for _, number, _ in prompts)]
+    specs = [FrameSpec("tokens", "int32", (0,)), *prompt_specs(prompts, top)]
+    frames = [b"", *split_columns(b"".join(state.prompts[number] for _, number, _ in prompts), top)]
     core.effects.append(ToClient(client.link, Tokens([], specs, prompts=prompts), frames))

@@ -19,7 +19,7 @@ from enginepool.coordinator.weights.publish_validation import check_names, check
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
-from enginepool.protocol.generated import read_columns, token_width
+from enginepool.protocol.generated import prompt_top, read_columns, read_prompt_columns, token_width
 from enginepool.protocol.roles import FROM_CLIENT
 
 #: ranks of one worker; their sum over all members is sent to each
@@ -223,8 +223,8 @@ def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     ids = np.frombuffer(b"".join((frames[0], frames[2] if top else b"")), np.uint32)
     return ev.TokensGenerated(
         now, link, progress.epoch, progress.version, progress.steps, memoryview(frames[0]).cast("B"),
-        memoryview(columns).cast("B"), int(ids.max()) if ids.size else -1, progress.cached, top, progress.prompts,
-        memoryview(frames[-1]).cast("B") if progress.prompts else b"",
+        memoryview(columns).cast("B"), int(ids.max()) if ids.size else -1, progress.cached, top or prompt_top(progress.frames),
+        progress.prompts, read_prompt_columns(progress.frames, frames) if progress.prompts else b"",
     )  # fmt: skip
 
 

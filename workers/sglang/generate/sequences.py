@@ -186,11 +186,22 @@ class Sequences:
                 raise EngineError(f"top_logprobs: {len(ids)} rows for {len(new.tokens)} tokens; SGLang gave too few")
             new = new._replace(top_ids=ids, top_logprobs=values)
         if task.prompt_logprobs and new.cached is not None:
-            values = list(message.input_token_logprobs_val[place])[1 : task.prompt_logprobs]
-            if len(values) + 1 != task.prompt_logprobs or any(map(math.isnan, values)):
-                raise EngineError(f"prompt_logprobs: {len(values) + 1} of {task.prompt_logprobs} values, or NaN; {_LOOK}")
-            new = new._replace(prompt_logprobs=[math.nan, *values])
+            new = self._with_prompt(new, message, place)
         return new
+
+    def _with_prompt(self, new: NewTokens, message: Any, place: int) -> NewTokens:
+        """New tokens with the log-probabilities of the prompt. Its first token has none. Raises EngineError."""
+        count, top = self._task.prompt_logprobs, self._task.top_logprobs
+        values = list(message.input_token_logprobs_val[place])[1:count]
+        if len(values) + 1 != count or any(map(math.isnan, values)):
+            raise EngineError(f"prompt_logprobs: {len(values) + 1} of {count} values, or NaN; {_LOOK}")
+        new = new._replace(prompt_logprobs=[math.nan, *values])
+        if not top:
+            return new
+        ids, chances = message.input_top_logprobs_idx[place][1:count], message.input_top_logprobs_val[place][1:count]
+        if [*map(len, ids)] != [top] * (count - 1) or [*map(len, chances)] != [top] * (count - 1):
+            raise EngineError(f"top_logprobs: {len(ids) + 1} rows for {count} tokens of the prompt; SGLang gave too few")
+        return new._replace(prompt_top_ids=[[-1] * top, *ids], prompt_top_logprobs=[[math.nan] * top, *chances])
 
     def _take(
         self, sequence: int, tokens: list[int], logprobs: Sequence[float], reason: dict[str, Any] | None, cached: int,
