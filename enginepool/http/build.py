@@ -128,6 +128,9 @@ def _serve(engine: Any, model: str, settings: Mapping[str, Any]) -> Serving:
     completion: Any = importlib.import_module("sglang.srt.entrypoints.openai.serving_completions")
     protocol: Any = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
     talks = chat.OpenAIServingChat(manager, templates)
+    if (tokens := getattr(talks, "_process_logprobs_tokens", None)) is not None:
+        # The oldest versions give all tokens of a chunk the most probable ones of its first token.
+        talks._process_logprobs_tokens = lambda found, use_token_index=True: tokens(found, True)  # pyright: ignore[reportUnknownLambdaType]
     if thinks := talks._reasoning_detector:
         manager.think_end = manager.tokenizer.encode(thinks.think_end_token, add_special_tokens=False)
     return Serving(manager, talks, completion.OpenAIServingCompletion(manager, templates), protocol)

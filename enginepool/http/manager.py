@@ -94,7 +94,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
                 if call.failure is not None and not begun:
                     raise call.failure
                 begun = True
-                _name_versions(answer, call)
+                _complete(answer, call)
                 yield answer
                 call.advanced.set()
         except (EnginepoolError, OverflowError) as error:
@@ -166,10 +166,12 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         return 0 if state is None else len(state.out_list)
 
 
-def _name_versions(answer: Any, call: PoolCall) -> None:
-    """SGLang's own name of a version is that of the weights that it has loaded itself."""
+def _complete(answer: Any, call: PoolCall) -> None:
+    """SGLang's own name of a version is that of the weights that it has loaded itself. Its oldest versions read an entry about
+    an echoed prompt that they do not write where no more than its text is asked for."""
     for one in cast("list[Any]", answer if isinstance(answer, list) else [answer]):
         about: dict[str, Any] = one["meta_info"]
+        about.setdefault("input_top_logprobs", None)
         sequence = call.sequences.get(about["id"])
         if sequence is not None and sequence.version is not None:
             about["weight_version"] = str(sequence.version)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from enginepool.errors import BadRequest
-from enginepool.protocol.messages import MAX_SEQUENCES
+from enginepool.protocol.messages import MAX_SEQUENCES, MAX_TOP_LOGPROBS
 
 _MEDIA = "only text is served; give the text of the message alone"
 _RETURNED = "the pool returns tokens, text and log-probabilities alone"
@@ -25,8 +25,7 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "positional_embed_overrides": ("positional_embed_overrides", "a prompt is text or token ids"),
     "session_params": ("session_params", _SESSION),
     "session_id": ("session_id", _SESSION),
-    "top_logprobs_num": ("top_logprobs", "the pool has the logprob of the chosen token alone; give 0"),
-    "token_ids_logprob": ("token_ids_logprob", "the pool has the logprob of the chosen token alone"),
+    "token_ids_logprob": ("token_ids_logprob", "the pool has the logprobs of the most probable tokens; use top_logprobs"),
     "return_hidden_states": ("return_hidden_states", _RETURNED),
     "return_routed_experts": ("return_routed_experts", _RETURNED),
     "return_indexer_topk": ("return_indexer_topk", _RETURNED),
@@ -61,8 +60,7 @@ def refuse_dangerous(request: Any) -> None:
         value: Any = getattr(request, name, None)
         if _is_given(value, zero=name.endswith(("_rank", "_room"))):
             raise refused(field, why)
-    if getattr(request, "return_logprob", False) and _largest(getattr(request, "logprob_start_len", -1)) >= 0:
-        raise refused("echo", "the pool has no logprobs of prompts here (Pool.logprobs has); leave echo or logprobs out")
+    _refuse_logprobs(request)
     if not isinstance(getattr(request, "rid", None), str | None):
         raise BadRequest("rid: not a text; one for the request, or none", field="rid")
     parameters = request.sampling_params
@@ -70,6 +68,20 @@ def refuse_dangerous(request: Any) -> None:
     prompts = _prompts(request)
     for one in parameters:
         _refuse_parameters(one, bool(getattr(request, "require_reasoning", False)), prompts)
+
+
+def _refuse_logprobs(request: Any) -> None:
+    top: Any = getattr(request, "top_logprobs_num", None) or 0
+    if not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
+        text = f"top_logprobs: {top!r:.40} (logprobs of a completion); 0 to {MAX_TOP_LOGPROBS}"
+        raise BadRequest(text, field="top_logprobs", limit=str(MAX_TOP_LOGPROBS))
+    start: Any = getattr(request, "logprob_start_len", None)
+    if not getattr(request, "return_logprob", False) or start in (None, -1):
+        return
+    if start != 0:
+        raise refused("logprob_start_len", "the pool has the logprobs of a whole prompt; give 0, or -1 for none")
+    if request.stream:
+        raise refused("echo", "a stream has no logprobs of its prompt; leave stream, echo or logprobs out")
 
 
 def _refuse_parameters(given: Mapping[str, Any], reasoning: bool, prompts: int) -> None:
@@ -108,13 +120,6 @@ def _is_given(value: Any, *, zero: bool = False) -> bool:
     if value is None or value is False:
         return False
     return bool(value) or (zero and value == 0)
-
-
-def _largest(value: Any) -> int:
-    """Of one number, or of a list of them."""
-    if isinstance(value, list):
-        return max((_largest(one) for one in cast("list[Any]", value)), default=-1)
-    return -1 if value is None else int(value)
 
 
 def _prompts(request: Any) -> int:

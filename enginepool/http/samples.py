@@ -126,19 +126,21 @@ class Samples:
     def _options(self) -> dict[str, Any]:
         request = self._request
         options = pool_options(request.sampling_params, len(request.input_ids), self._reports.context_len)
-        return {**options, "logprobs": request.return_logprob, "priority": request.priority or 0, **self.call.options}
+        if request.return_logprob:
+            options |= {"logprobs": True, "top_logprobs": request.top_logprobs_num or 0}
+            options["prompt_logprobs"] = request.logprob_start_len == 0
+        return {**options, "priority": request.priority or 0, **self.call.options}
 
     async def _generate(self) -> None:
         whole = await self._reports.pool.generate([np.asarray(self._request.input_ids)], **self._options())
         for sequence, found in zip(self._sequences, whole[0], strict=True):
-            logprobs = None if found.logprobs is None else found.logprobs.tolist()
-            ids, first = found.token_ids.tolist(), 0
-            for version, count in found.spans:
-                chances = None if logprobs is None else logprobs[first : first + count]
-                sequence.add(ids[first : first + count], chances, version)
-                first += count
             sequence.cached_tokens = whole.usage.cached_tokens
-            await self._hand_in(sequence, _finished(found.finish_reason, found.matched, len(ids)))
+            sequence.add_prompt(whole)
+            first = 0
+            for version, count in found.spans:
+                sequence.add(found, slice(first, first + count), version)
+                first += count
+            await self._hand_in(sequence, _finished(found.finish_reason, found.matched, first))
 
     async def _stream(self) -> None:
         alone = len(self._sequences) == 1
@@ -146,8 +148,7 @@ class Samples:
         async with self._reports.pool.stream(np.asarray(self._request.input_ids), **self._options()) as stream:
             while (chunk := await stream.next_chunk()) is not None:
                 sequence = self._sequences[chunk.sequence]
-                logprobs = None if chunk.logprobs is None else chunk.logprobs.tolist()
-                sequence.add(chunk.token_ids.tolist(), logprobs, chunk.version)
+                sequence.add(chunk, slice(None), chunk.version)
                 if chunk.finish_reason in ("", "interrupted"):  # of an interrupted one, the result says why
                     await self._hand_in(sequence, None)
                     await self._until_read(sequence.rid)

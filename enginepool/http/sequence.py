@@ -7,11 +7,12 @@ says.
 import asyncio
 import importlib
 from array import array
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import msgspec
+
+from enginepool.client.generations import Generation, Generations, TokenChunk
 
 _schedule: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
 _messages: Any = importlib.import_module("sglang.srt.managers.io_struct")
@@ -49,22 +50,38 @@ class PoolSequence(_schedule.Req):
         #: of the prompt, those that the engine had in its cache; known at the end
         self.cached_tokens = 0
         self._logprobs: list[float] | None = [] if request.return_logprob else None
+        #: ids and logprobs of the most probable tokens in the place of each token; empty: they are not asked for
+        self._top: tuple[list[Any], list[Any]] = ([], [])
+        #: of the tokens of the prompt, as SGLang has them: logprobs, ids and logprobs of the most probable ones
+        self._prompt: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         #: tokens that were reported, and ids that the detokenizer has
         self._reported = self._decoded = 0
         self._over = False
         #: [version, tokens] of the weights that computed them
         self._spans: list[list[int]] = []
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
-        """The next tokens."""
+    def add(self, new: Generation | TokenChunk, part: slice, version: int) -> None:
+        """The next tokens: those in this part of `new`."""
+        token_ids: list[int] = new.token_ids[part].tolist()
         self.output_ids.extend(token_ids)
-        self.update_reasoning_tokens(list(token_ids), self._think_end)
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs.extend(logprobs)
+        self.update_reasoning_tokens(token_ids, self._think_end)
+        if self._logprobs is not None and new.logprobs is not None:
+            self._logprobs.extend(new.logprobs[part].tolist())
+            if new.top_ids is not None and new.top_logprobs is not None:
+                self._top[0].extend(new.top_ids[part].tolist())
+                self._top[1].extend(new.top_logprobs[part].tolist())
         if self._spans and self._spans[-1][0] == version:
             self._spans[-1][1] += len(token_ids)
         elif len(token_ids):
             self._spans.append([version, len(token_ids)])
+
+    def add_prompt(self, whole: Generations) -> None:
+        """The log-probabilities of its prompt, the only one of `whole`. Its first token has none."""
+        for into, found in zip(
+            self._prompt, (whole.prompt_logprobs, whole.prompt_top_ids, whole.prompt_top_logprobs), strict=True
+        ):
+            if found is not None and found[0] is not None:
+                into[:] = [None, *found[0][1:].tolist()]
 
     @property
     def has_ended(self) -> bool:
@@ -108,12 +125,18 @@ class PoolSequence(_schedule.Req):
             "weight_versions": [self._version_spans()],
         }
         if self._logprobs is not None:
+            logprobs, top_ids, top_logprobs = self._prompt
             known |= {
-                "input_token_logprobs_val": [[]],
-                "input_token_logprobs_idx": [[]],
+                "input_token_logprobs_val": [logprobs],
+                "input_token_logprobs_idx": [self.origin_input_ids_unpadded.tolist() if logprobs else []],
+                "input_top_logprobs_val": [top_logprobs],
+                "input_top_logprobs_idx": [top_ids],
                 "output_token_logprobs_val": [self._logprobs[self._reported :]],
                 "output_token_logprobs_idx": [new.tolist()],
+                "output_top_logprobs_val": [self._top[1][self._reported :]],
+                "output_top_logprobs_idx": [self._top[0][self._reported :]],
             }
+            self._prompt = ([], [], [])
         self._reported, self._decoded = total, len(ids)
         self._over = finished is not None
         return _OUTPUT(**(_ABSENT | {name: value for name, value in known.items() if name in _FIELDS}))

@@ -30,12 +30,13 @@ def request(parameters: Any = None, **given: Any) -> Any:
         ({"image_data": [["/etc/passwd"]]}, "messages"),
         ({"audio_data": ["http://localhost/"]}, "messages"),
         ({"session_params": {"id": "a"}}, "session_params"),
-        ({"top_logprobs_num": [0, 3]}, "top_logprobs"),
         ({"return_hidden_states": "last"}, "return_hidden_states"),
         ({"routed_dp_rank": 0}, "routed_dp_rank"),
         ({"bootstrap_room": 0}, "bootstrap_room"),
         ({"cache_salt": "secret"}, "cache_salt"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "echo"),
+        ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "echo"),
+        ({"return_logprob": True, "logprob_start_len": 5}, "logprob_start_len"),
+        ({"return_logprob": [True], "logprob_start_len": [-1]}, "logprob_start_len"),
     ],
 )
 def test_what_is_dangerous_or_not_handed_on_is_refused_by_name(given: dict[str, Any], field: str) -> None:

@@ -1,7 +1,8 @@
 """A stand-in for a pool, whose tokens are chosen: what OpenAI's API makes of them does not depend on a model."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,12 @@ class ChosenPool:
         first = max(len(ids) - NEW, 0)
         spans = tuple((version, count) for version, count in ((3, first), (4, len(ids) - first)) if count)
         reason = "length" if self.matched is None else "stop"
-        return Generation(ids, logprobs if options["logprobs"] else None, reason, self.matched, spans)
+        none = Generation(ids, None, reason, self.matched, spans)
+        if not options.get("logprobs"):
+            return none
+        k = np.arange(options["top_logprobs"], dtype=np.int32)
+        tops = {"top_ids": ids[:, None] + k, "top_logprobs": logprobs[:, None] - k.astype(np.float32)} if k.size else {}
+        return replace(none, logprobs=logprobs, **tops)
 
     async def generate(self, prompts: Any, **options: Any) -> Generations:
         found = self.next_sequences({"prompts": [row.tolist() for row in prompts], **options})
@@ -77,7 +83,7 @@ class ChosenPool:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return whole(found)
+        return whole(found, of_prompt(options, prompts[0]))
 
     def stream(self, prompt: Any, **options: Any) -> "ChosenStream":
         return ChosenStream(self, self.next_sequences({"prompts": [prompt.tolist()], **options}))
@@ -107,11 +113,13 @@ class ChosenStream:
             await self._pool.hold.wait()
         self._pool.taken += 1
         found = self._found[number]
-        ids, logprobs = found.token_ids, found.logprobs
+        ids = found.token_ids
+        rows: list[Any] = [found.logprobs, found.top_ids, found.top_logprobs]
         last = at + 1 == len(ids)
+        logprobs, top_ids, top_logprobs = (None if row is None else row[at : at + 1] for row in rows)
         return TokenChunk(
-            number, ids[at : at + 1], None if logprobs is None else logprobs[at : at + 1],
-            3 if at < len(ids) - NEW else 4, found.finish_reason if last else "", found.matched if last else None,
+            number, ids[at : at + 1], logprobs, 3 if at < len(ids) - NEW else 4, found.finish_reason if last else "",
+            found.matched if last else None, top_ids, top_logprobs,
         )  # fmt: skip
 
     async def result(self) -> Generations:
@@ -125,6 +133,18 @@ class ChosenStream:
             self._pool.cancelled += 1
 
 
-def whole(found: list[Generation]) -> Generations:
+def whole(found: list[Generation], of_prompt: Sequence[Any] = ()) -> Generations:
     usage = TokenUsage(len(found), 0, sum(len(one.token_ids) for one in found), CACHED)
-    return Generations((tuple(found),), 4, usage, RequestTimings(0.0, 0.0))
+    return Generations((tuple(found),), 4, usage, RequestTimings(0.0, 0.0), *of_prompt)
+
+
+def of_prompt(options: dict[str, Any], prompt: Any) -> Sequence[Any]:
+    """The token at position i of a prompt has the log-probability −i; the most probable tokens are itself and those after."""
+    if not options.get("prompt_logprobs"):
+        return ()
+    k = np.arange(options["top_logprobs"], dtype=np.int32)
+    logprobs = -np.arange(len(prompt), dtype=np.float32)
+    logprobs[0] = np.nan
+    ids = prompt[:, None] + k
+    ids[0] = -1
+    return (logprobs,), (ids,), (logprobs[:, None] - k.astype(np.float32),)

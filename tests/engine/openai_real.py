@@ -9,6 +9,9 @@ from enginepool import BlockingPool, Pool
 
 START_S = 300.0
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
+#: as lm-eval asks for them
+PROMPTS: Any = [[5, 17, 300], [*range(40, 60)]]
+TOP = 3
 GREEDY: dict[str, Any] = {"model": "", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
 #: as whole objects, in which a model that knows nothing cannot go on with spaces
 CITY: dict[str, Any] = {"enum": [{"city": "Rome"}, {"city": "Paris"}]}
@@ -22,8 +25,9 @@ async def ask(folder: str) -> dict[str, Any]:
         client = pool.openai(**SETTINGS)
         create: Any = client.chat.completions.create
         ignore = {"ignore_eos": True}
-        whole = await create(**GREEDY, n=2, logprobs=True, extra_body=ignore)
-        chunks = [chunk async for chunk in await create(**GREEDY, stream=True, logprobs=True, extra_body=ignore)]
+        top: dict[str, Any] = {"logprobs": True, "top_logprobs": TOP, "extra_body": ignore}
+        whole = await create(**GREEDY, n=2, **top)
+        chunks = [chunk async for chunk in await create(**GREEDY, stream=True, **top)]
         named = {"type": "function", "function": {"name": "weather"}}
         tools = await create(**{**GREEDY, "max_tokens": 120}, tools=[TOOL], tool_choice=named)
         assert tools.choices[0].message.tool_calls, tools
@@ -33,15 +37,22 @@ async def ask(folder: str) -> dict[str, Any]:
                 break
         while (status := await pool.status()).groups[0].running:  # what was left ends
             await asyncio.sleep(0.01)
+        evaluate: dict[str, Any] = {"model": "", "prompt": PROMPTS, "logprobs": 1, "echo": True, "max_tokens": 1}
+        complete: Any = client.completions.create
+        echoed = await complete(**evaluate, temperature=0, seed=1234, extra_body=ignore)
         text = await client.completions.create(model="", prompt="Paris is", temperature=0, max_tokens=8, extra_body=ignore)
+        streamed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content]
         return {
+            "echoed": [choice.logprobs.model_dump() for choice in echoed.choices],
+            "tops": [
+                [[one.logprob for one in token.top_logprobs] for token in found]
+                for found in (whole.choices[0].logprobs.content, whole.choices[1].logprobs.content, streamed)
+            ],
             "whole": [choice.message.content for choice in whole.choices],
             "logprobs": [one.logprob for one in whole.choices[0].logprobs.content],
             "usage": whole.usage.model_dump(),
             "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
-            "streamed_logprobs": [
-                one.logprob for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content
-            ],
+            "streamed_logprobs": [one.logprob for one in streamed],
             "tool": [
                 tools.choices[0].message.tool_calls[0].function.name,
                 json.loads(tools.choices[0].message.tool_calls[0].function.arguments),

@@ -135,6 +135,45 @@ class Scenes:
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "one"
         assert self.pool.asked[0]["prompts"] == [[5, 6, 7]]
 
+    async def the_most_probable_tokens_are_those_of_the_pool_also_in_a_stream(self) -> None:
+        self.pool.reset("one two")
+        ids = self.tokenizer.encode("one two")
+        wanted = [[(self.tokenizer.decode([token + i]), -1.0 - at - i) for i in range(3)] for at, token in enumerate(ids)]
+        whole = (await self.ask(logprobs=True, top_logprobs=3)).choices[0].logprobs.content
+        chunks = await self.streamed(logprobs=True, top_logprobs=3)
+        streamed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content]
+        for found in (whole, streamed):
+            assert [[(top.token, top.logprob) for top in one.top_logprobs] for one in found] == wanted
+        assert [asked["top_logprobs"] for asked in self.pool.asked] == [3, 3]
+        found = (await self.client.completions.create(model="", prompt="a", max_tokens=5, logprobs=2)).choices[0].logprobs
+        assert found and found.top_logprobs == [dict(row[:2]) for row in wanted]
+
+    async def a_prompt_that_is_echoed_has_its_log_probabilities(self) -> None:
+        """As lm-eval asks for them: `local-completions`."""
+        prompts = [[5, 6, 7], [8, 9, 10, 11]]
+        self.pool.reset("o", "oo")
+        create: Any = self.client.completions.create
+        ask: dict[str, Any] = {"model": "", "prompt": prompts, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+        found = await create(**ask, max_tokens=1)
+        for prompt, text, choice in zip(prompts, ("o", "oo"), found.choices, strict=True):
+            ids, logprobs = self.tokenizer.encode(text), choice.logprobs
+            assert choice.text == self.tokenizer.decode(prompt, skip_special_tokens=True) + text
+            assert logprobs.tokens == [self.tokenizer.decode([one]) for one in (*prompt, *ids)]
+            values = [None, *(-1.0 * at for at in range(1, len(prompt))), *(-1.0 - at for at in range(len(ids)))]
+            assert logprobs.token_logprobs == values
+            tops = [dict([pair]) for pair in zip(logprobs.tokens, values, strict=True)]
+            assert logprobs.top_logprobs == [None, *tops[1:]]
+        assert [asked["prompts"] for asked in self.pool.asked] == [[prompt] for prompt in prompts]
+        asked = self.pool.asked[-1]
+        assert (asked["prompt_logprobs"], asked["top_logprobs"], asked["max_new_tokens"]) == (True, 1, 1)
+        both = (await create(model="", prompt="a b", n=2, max_tokens=3, echo=True, logprobs=1)).choices
+        assert both[0].logprobs.token_logprobs[:2] == both[1].logprobs.token_logprobs[:2] == [None, -1.0]
+        none = (await create(model="", prompt=[5, 6], max_tokens=3, echo=True, logprobs=0)).choices[0].logprobs
+        assert none.token_logprobs == [-1.0, -2.0][: len(none.tokens)] and not self.pool.asked[-1]["prompt_logprobs"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(model="", prompt="a", echo=True, logprobs=1, stream=True)
+        assert refused.value.param == "echo"
+
     async def an_error_of_the_pool_is_raised_as_the_client_knows_it(self) -> None:
         cases: list[tuple[Any, Any, int]] = [
             (BadRequest("max_new_tokens: 9", field="max_new_tokens"), openai.BadRequestError, 400),
@@ -172,7 +211,7 @@ class Scenes:
             "custom_logit_processor": {"body": {"custom_logit_processor": "80"}},
             "chat_template_kwargs": {"body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
             "lora_path": {"body": {"lora_path": "/etc"}},
-            "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+            "top_logprobs": {"logprobs": True, "top_logprobs": 21},
             "response_format": {"thinking": True, "body": {"regex": "a+"}},
             "n": {"n": 1 << 40},
             "temperature": {"temperature": -1},

@@ -16,12 +16,15 @@ import pytest
 
 from enginepool.config import GroupConfig, PoolConfig
 from tests.engine.forked import PRELOADED, ForkedDaemon
+from tests.engine.language_models import LanguageModel
 from tests.engine.reference import Models, Reference
 from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
 
 #: as in `openai_real.py`
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+PROMPTS = [[5, 17, 300], [*range(40, 60)]]
+TOP = 3
 SCENES = Path(__file__).with_name("openai_scenes.py")
 
 pytestmark = [
@@ -68,6 +71,11 @@ def test_openai_client(played: dict[str, str], name: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def direct(models: Models) -> LanguageModel:
+    return LanguageModel(models.causal)
+
+
+@pytest.fixture(scope="module")
 def answered(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a real engine answered."""
     said = run(Path(__file__).with_name("openai_real.py"), models.causal, tmp_path_factory.mktemp("real"))
@@ -87,6 +95,35 @@ def test_a_chat_is_what_transformers_generates_greedily(answered: dict[str, Any]
     assert (answered["usage"]["prompt_tokens"], answered["usage"]["completion_tokens"]) == (len(prompt), 80)
     ids = reference.greedy(tokenizer.encode("Paris is"), 8)
     assert answered["completion"] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_most_probable_tokens_are_those_of_transformers_also_in_a_stream(
+    answered: dict[str, Any], direct: LanguageModel, reference: Reference
+) -> None:
+    prompt = reference.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    table = direct.logprobs([*prompt, *reference.greedy(prompt, 40)])[len(prompt) - 1 : -1]
+    for found in answered["tops"]:
+        np.testing.assert_allclose(found, np.sort(table)[:, ::-1][:, :TOP], rtol=1e-4, atol=1e-4)
+
+
+def same(wanted: list[str], found: list[str]) -> bool:
+    """Texts of tokens. Of a token that is no whole character, versions of SGLang have different ones."""
+    return all(one == other or "\ufffd" in one for one, other in zip(wanted, found, strict=True))
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_of_transformers(
+    answered: dict[str, Any], direct: LanguageModel, reference: Reference
+) -> None:
+    for prompt, found in zip(PROMPTS, answered["echoed"], strict=True):
+        ids = [*prompt, *reference.greedy(prompt, 1)]
+        table, decode = direct.logprobs(ids), reference.tokenizer.decode
+        assert same([decode([one]) for one in ids], found["tokens"])
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        expected = [table[at, token] for at, token in enumerate(ids[1:])]
+        np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=1e-4, atol=1e-4)
+        best = [[*one.items()] for one in found["top_logprobs"][1:]]
+        assert same([decode([one]) for one in table[:-1].argmax(axis=1)], [text for [(text, _)] in best])
+        np.testing.assert_allclose([value for [(_, value)] in best], table[:-1].max(axis=1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_tool_that_must_be_called_is_called_as_its_schema_says(answered: dict[str, Any]) -> None:
