@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from enginepool import Generations, Pool, WeightPublisher, errors
@@ -213,14 +212,16 @@ def test_a_task_that_the_engine_refuses_fails_alone(processes: Processes, tmp_pa
     run(scene)
 
 
-def test_an_engine_that_runs_out_of_memory_with_many_sequences_runs_fewer(processes: Processes, tmp_path: Path) -> None:
-    daemon = generating(processes, tmp_path, options={"faults": [{"kind": "out_of_memory", "rows": 16}]})
+@pytest.mark.parametrize("step", [None, 30])
+def test_engines_that_run_out_of_memory_with_many_sequences_run_fewer_and_no_token_changes(
+    processes: Processes, tmp_path: Path, step: int | None
+) -> None:
+    """At the prefill that is too much, or in the middle of the streams."""
+    daemon = generating(processes, tmp_path, options={"faults": [{"kind": "out_of_memory", "rows": 16, "at_step": step}]})
 
     async def scene() -> None:
-        async with Pool.connect(daemon.address) as pool:
-            groups = await pool.generate([prompt(i) for i in range(STREAMS)], **SAMPLING)
-            for i, [one] in enumerate(groups):
-                expected, _, _ = expected_output(prompt(i), Sampling(**SAMPLING), vocab=VOCAB, end_every=0)
-                np.testing.assert_array_equal(one.token_ids, expected)
+        async with streaming(daemon) as (pool, streams):
+            await streams.check()
+            assert (await pool.status()).groups[0].halvings
 
     run(scene)

@@ -15,19 +15,18 @@ from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, prompt
 
-STREAMS = 60
+STREAMS = 200
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 150}
 
 
 def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordinator_is_killed(
     processes: Processes, tmp_path: Path
 ) -> None:
-    daemon = generating(processes, tmp_path, options={"inflight_rows": 64, "end_every": END_EVERY})
-    count = 0
-    enough = asyncio.Event()
+    daemon = generating(processes, tmp_path, options={"inflight_rows": STREAMS // 2})
+    begun, ended = set[int](), set[int]()
+    all_begun = asyncio.Event()
 
     async def read(pool: Pool, i: int) -> None:
-        nonlocal count
         stream = pool.stream(prompt(i), credit=8 if i % 2 else 1024, logprobs=True, **GREEDY)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -35,11 +34,12 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
             assert chunk.logprobs is not None
             tokens += chunk.token_ids.tolist()
             logprobs += chunk.logprobs.tolist()
-            count += len(chunk.token_ids)
-            if count > 10 * STREAMS:
-                enough.set()
+            begun.add(i)
+            if len(begun) == STREAMS:
+                all_begun.set()
         [[whole]] = await stream.result()
-        wanted, chances, reason = expected_output(prompt(i), Sampling(**GREEDY), sample=0, vocab=VOCAB)
+        ended.add(i)
+        wanted, chances, reason = expected_output(prompt(i), Sampling(**GREEDY), sample=0, vocab=VOCAB, end_every=0)
         assert tokens == wanted and whole.token_ids.tolist() == wanted and whole.finish_reason == reason
         np.testing.assert_allclose(logprobs, chances, rtol=1e-5)
         assert whole.logprobs is not None and whole.logprobs.tolist() == logprobs
@@ -48,7 +48,8 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
             readers = [asyncio.create_task(read(pool, i)) for i in range(STREAMS)]
-            await enough.wait()
+            await all_begun.wait()
+            assert not ended, "all of them are in the middle"
             daemon.kill()
             again = Daemon(processes, daemon.config)
             await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
