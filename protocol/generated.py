@@ -32,7 +32,8 @@ class GeneratedSequence:
         """Append tokens, as bytes, which weights of `version` computed; `logprobs` is empty where they are not asked for."""
         count = len(tokens) // 4
         self.tokens.frombytes(tokens)
-        self.logprobs.frombytes(logprobs)
+        if logprobs:
+            self.logprobs.frombytes(logprobs)
         spans = self.spans
         if spans and spans[-1][0] == version:
             spans[-1][1] += count

@@ -79,7 +79,11 @@ class GeneratingPool(Pool):
     def stopped(self) -> list[tuple[bytes, list[int]]]:
         return [(one.link, one.message.tasks) for one in self.sent if isinstance(one.message, StopGeneration)]
 
-    def step(
+    def step(self, link: bytes, *steps: tuple[Sent, int, int, list[int], str], **more: Any) -> list[Sent]:
+        """The worker on `link` generated, as in `progress`."""
+        return self.do(self.progress(link, *steps, **more))
+
+    def progress(
         self,
         link: bytes,
         *steps: tuple[Sent, int, int, list[int], str],
@@ -88,8 +92,8 @@ class GeneratingPool(Pool):
         cached: Sequence[tuple[int, int]] = (),
         top: int = 0,
         prompts: Sequence[tuple[Sent, Sequence[float]]] = (),
-    ) -> list[Sent]:
-        """The worker on `link` generated: for each of (task, sequence, position, tokens, reason) a step.
+    ) -> ev.TokensGenerated:
+        """What a worker says that generated: for each of (task, sequence, position, tokens, reason) a step.
         `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache.
         `prompts`: the log-probabilities of prompts of tasks."""
         made: list[Step] = []
@@ -106,7 +110,7 @@ class GeneratingPool(Pool):
             assert isinstance(task.message, StartGeneration)
             sent.append((task.message.task[1], len(values)))
         data = b"".join(prompt_columns(values, top) for _, values in prompts)
-        return self.do(ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data))
+        return ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data)
 
 
 def columns(tokens: Sequence[int], top: int = 0) -> bytes:

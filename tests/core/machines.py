@@ -118,11 +118,12 @@ class Pool:
         self._events = 0
         self.do(ev.Started(self.now, EPOCH, {}))
 
-    def do(self, event: ev.Event) -> list[Sent]:
-        """One event at the present time; returns what was sent to clients and workers."""
-        event.now = self.now
+    def do(self, *events: ev.Event) -> list[Sent]:
+        """Events that come together, at the present time; returns what was sent to clients and workers."""
+        for event in events:
+            event.now = self.now
         out: list[Sent] = []
-        for effect in self.machine.handle(event):
+        for effect in self.machine.handle(*events):
             if isinstance(effect, ef.ToClient | ef.ToWorker):
                 sent = Sent(effect.link, effect.message, [bytes(f) for f in effect.frames])
                 out.append(sent)

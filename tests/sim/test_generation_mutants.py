@@ -8,13 +8,15 @@ from msgspec.structs import replace
 
 from enginepool.coordinator.core import machine
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.events import TokensGenerated
+from enginepool.coordinator.core.effects import Effect
+from enginepool.coordinator.core.events import Event, TokensGenerated
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet import reports, workers
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations
+from enginepool.coordinator.requests.stream_messages import UnsentTokens
 from enginepool.coordinator.scheduling import batches, generation_slots
 from enginepool.coordinator.weights import outcomes
 from enginepool.protocol.frames import Buffer
@@ -178,6 +180,21 @@ def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPat
     patch.setattr(generation_slots, "_wanted_of_prompt", wanted)
 
 
+def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.MonkeyPatch) -> None:
+    send, handle = UnsentTokens.send, machine.Machine.handle
+
+    def later(self: machine.Machine, *events: Event) -> list[Effect]:
+        effects = handle(self, *events)
+        send(self.requests.unsent)
+        return effects
+
+    def not_yet(self: UnsentTokens) -> None:
+        """Nothing."""
+
+    patch.setattr(UnsentTokens, "send", not_yet)
+    patch.setattr(machine.Machine, "handle", later)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -197,6 +214,7 @@ def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPat
         sequences_that_come_back_keep_their_spans_alone,
         what_names_an_exact_version_outlives_it,
         a_prompt_is_asked_for_once_though_its_worker_is_lost,
+        what_waits_for_credit_is_sent_before_the_tokens_of_the_turn,
     ],
     ids=lambda mutate: mutate.__name__,
 )

@@ -123,13 +123,16 @@ class Machine:
         """
         core = self.core
         effects = core.effects = []
-        on = self._on
+        on, unsent = self._on, self.requests.unsent
         for event in events:
+            if type(event) is not ev.TokensGenerated:
+                unsent.send()
             core.now = event.now
             core.event = event
             if event.now > self._punctual_until:
                 self._stood_still()
             on[type(event)](event)
+        unsent.send()
         core.event = None
         if core.secondary or core.updates:
             self._settle()

@@ -126,8 +126,10 @@ class WorkerReports:
             return
         progress = any((e.epoch, step.task) in worker.batches and (step.count or step.reason) for step in e.steps)
         if e.version != worker.group.version:
+            self.requests.unsent.send()
             exact_version.take_back(self.requests, worker, e)
         if wrong := self._details(worker, e) or generations.generated(self.requests, worker, e):
+            self.requests.unsent.send()
             self.workers.lose(worker, wrong, kill=True)
             return
         if not progress:
@@ -141,6 +143,7 @@ class WorkerReports:
         """What a worker says of prompts, with their first tokens. Returns why no engine could have said it, or ""."""
         if (not e.cached and not e.prompts) or e.epoch != self.core.epoch:
             return ""
+        self.requests.unsent.send()
         return count_cached(worker, e) or take_prompts(self.requests, worker, e)
 
     def tokenized(self, e: ev.TextTokenized) -> None:

@@ -16,7 +16,7 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests.stream_messages import StreamMessages, send_prompts
+from enginepool.coordinator.requests.stream_messages import StreamMessages, UnsentTokens, send_prompts
 from enginepool.coordinator.scheduling.generation_slots import prompt_length, remember
 from enginepool.coordinator.scheduling.preemption import to_preempt
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
@@ -40,6 +40,7 @@ class StreamRequests(Protocol):
     """What happens to requests: `lifecycle` implements it."""
 
     core: Context
+    unsent: UnsentTokens
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
         """Sequences of a live request wait again."""
@@ -56,16 +57,17 @@ class StreamRequests(Protocol):
 
 def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
     """A worker generated tokens. Returns why no engine could have generated them, or ""."""
-    core, batches, out = requests.core, worker.batches, StreamMessages(e.top)
+    core, batches = requests.core, worker.batches
     if e.epoch != core.epoch:
         return ""
+    out = requests.unsent.of(e.top, len(e.tokens) + len(e.logprobs))
     can = worker.capabilities
     if can is not None and e.largest >= can.vocab:
         return f"it generated a token id that is outside 0..{can.vocab - 1}"  # which would go to other engines as a prompt
     finished, more = list[Request](), dict[Request, None]()
     failed: list[tuple[Request, str]] = []
-    tokens, logprobs, epoch, end = e.tokens, e.logprobs, e.epoch, 0
-    width = 1 + 2 * e.top if len(logprobs) else 0
+    tokens, logprobs, epoch, version, end = e.tokens, e.logprobs, e.epoch, e.version, 0
+    width, none = 1 + 2 * e.top if len(logprobs) else 0, logprobs[:0]
     wrong = ""
     for step in e.steps:
         first, end = end, end + 4 * step.count
@@ -87,12 +89,12 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             break
         if step.count:
             part = tokens[first:end]
-            chances = logprobs[first * width : end * width] if work.logprobs else logprobs[:0]
-            sequence.extend(part, chances, e.version)
+            chances = logprobs[first * width : end * width] if work.logprobs else none
+            sequence.extend(part, chances, version)
             if work.logprobs and any(isnan(logprob) for logprob in chances.cast("f")):
                 failed.append((request, f"the logprob of a token of sequence {place} is NaN"))
                 continue
-            if work.stream and _pass_on(out, request, Run(request.id, place, step.at, step.count, e.version), part, chances):
+            if work.stream and _pass_on(out, request, Run(request.id, place, step.at, step.count, version), part, chances):
                 more[request] = None
         if step.reason == "error":
             failed.append((request, str(step.matched)))
@@ -103,7 +105,8 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
                 out.end(request, sequence.end)
             if not request.left:
                 finished.append(request)
-    out.send(core)
+    if more or failed or finished:
+        requests.unsent.send()
     for request in more:
         flush(core, request)  # some of its tokens
     for request, why in failed:
@@ -122,7 +125,7 @@ def _pass_on(out: StreamMessages, request: Request, run: Run, tokens: Buffer, lo
     if run.sequence not in state.behind and state.sent + run.count <= state.taken + state.credit:
         state.sequences[run.sequence].sent += run.count
         state.sent += run.count
-        out.run(request, run, tokens, logprobs)
+        out.run(request.client, run, tokens, logprobs)
         return False
     state.behind[run.sequence] = None
     return state.sent < state.taken + state.credit
@@ -132,13 +135,15 @@ def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, width
     """Why an engine cannot have generated this, or ""."""
     if step.reason == "error" and not step.count:
         return ""  # of a task that the worker cannot read, it does not know the position
-    has = len(sequence.tokens)
+    has, most = len(sequence.tokens), work.sampling.max_new_tokens
+    if step.at == has and has + step.count <= most and work.width == width and sequence.end is None:
+        return ""  # as nearly all of them
     if sequence.end is not None:
         return f"sequence {step.sequence}: more after its end"
     if step.at != has:
         return f"sequence {step.sequence}: position {step.at}, after {has} tokens"
-    if has + step.count > work.sampling.max_new_tokens:
-        return f"sequence {step.sequence}: {has + step.count} tokens, of max_new_tokens = {work.sampling.max_new_tokens}"
+    if has + step.count > most:
+        return f"sequence {step.sequence}: {has + step.count} tokens, of max_new_tokens = {most}"
     if work.width != width and step.count and (work.width or width > 1):
         return f"sequence {step.sequence}: {width} logprobs of each token, instead of {work.width}"
     return ""
@@ -197,7 +202,7 @@ def flush(core: Context, request: Request) -> None:
             tokens = memoryview(sequence.tokens)[at : at + count].tobytes()
             first, width = at - sequence.start, work.width
             chances = memoryview(sequence.logprobs)[width * first : width * (first + count)].tobytes()
-            out.run(request, Run(request.id, place, at, count, version), tokens, chances)
+            out.run(request.client, Run(request.id, place, at, count, version), tokens, chances)
             sequence.sent += count
             state.sent += count
         if sequence.sent == len(sequence.tokens):

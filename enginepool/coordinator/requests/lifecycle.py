@@ -14,6 +14,7 @@ from enginepool.coordinator.requests.fitting import truncate_waiting
 from enginepool.coordinator.requests.generations import interrupted, sizes, stop
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
+from enginepool.coordinator.requests.stream_messages import UnsentTokens
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
@@ -29,6 +30,7 @@ class RequestLifecycle:
 
     def __init__(self, core: Context) -> None:
         self.core = core
+        self.unsent = UnsentTokens(core)
 
     def classify(self, request: Request) -> bool:
         """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
-from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.protocol.generated import column_specs, prompt_specs, split_columns
@@ -12,60 +12,113 @@ from enginepool.protocol.messages import FrameSpec, Run, SequenceEnd, StreamEnd,
 
 #: Of one message, so that its header is no longer than a receiver reads.
 MOST_RUNS = 4096
+#: Of what is sent together, so that a message is no longer than every client takes.
+MOST_BYTES = 256 << 10
 _NAN = b"\x00\x00\xc0\x7f"
 
 
+class ClientTokens:
+    """What one client is sent about its streams. `logprobs`: of each run, empty where they are not asked for; `some`: of one
+    they are."""
+
+    __slots__ = ("ended", "logprobs", "runs", "some", "tokens")
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.tokens: list[Buffer] = []
+        self.logprobs: list[Buffer] = []
+        self.some = False
+        self.ended: list[StreamEnd] = []
+
+
 class StreamMessages:
-    """What clients are sent about their streams after one event: one message for each client.
+    """What clients are sent about their streams: one message for each client, of all that is added before `send`.
 
     Args:
         top: `top_logprobs` of all of these streams.
     """
 
-    __slots__ = ("_ended", "_logprobs", "_runs", "_some", "_tokens", "_top")
+    __slots__ = ("_clients", "_top")
 
     def __init__(self, top: int) -> None:
         self._top = top
-        self._runs: dict[Client, list[Run]] = {}
-        self._tokens: dict[Client, list[Buffer]] = {}
-        self._logprobs: dict[Client, list[Buffer]] = {}
-        self._ended: dict[Client, list[StreamEnd]] = {}
-        #: clients that get logprobs
-        self._some: set[Client] = set()
+        self._clients: dict[Client, ClientTokens] = {}
 
-    def run(self, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> None:
+    def run(self, client: Client, run: Run, tokens: Buffer, logprobs: Buffer) -> None:
         """Tokens of a stream, as bytes; `logprobs` is empty where they are not asked for, and has columns with `top`."""
-        client = request.client
-        runs = self._runs.get(client)
-        if runs is None:
-            runs = self._runs[client] = []
-            self._tokens[client], self._logprobs[client] = [], []
-        runs.append(run)
-        self._tokens[client].append(tokens)
-        if len(logprobs):
-            self._some.add(client)
-        self._logprobs[client].append(logprobs if len(logprobs) else _NAN * run.count)
+        mine = self._clients.get(client)
+        if mine is None:
+            mine = self._clients[client] = ClientTokens()
+        mine.runs.append(run)
+        mine.tokens.append(tokens)
+        mine.logprobs.append(logprobs)
+        if logprobs:
+            mine.some = True
 
     def end(self, request: Request, end: SequenceEnd) -> None:
         """A sequence of a stream has ended."""
-        self._ended.setdefault(request.client, []).append(StreamEnd(request.id, end.sequence, end.reason, end.matched))
+        mine = self._clients.get(request.client)
+        if mine is None:
+            mine = self._clients[request.client] = ClientTokens()
+        mine.ended.append(StreamEnd(request.id, end.sequence, end.reason, end.matched))
 
     def send(self, core: Context) -> None:
-        for client in {**self._runs, **self._ended}:
+        """Send what was added."""
+        clients, self._clients = self._clients, {}
+        for client, mine in clients.items():
             if client.link is None:
                 continue  # it sends its requests again, with the tokens that it has
-            runs, ended = self._runs.get(client, []), self._ended.get(client, [])
-            # Not before their tokens.
-            delay = max(len(runs) - 1, 0) // MOST_RUNS * MOST_RUNS
-            for first in range(0, max(len(runs), delay + len(ended)), MOST_RUNS):
-                part, ends = slice(first, first + MOST_RUNS), slice(max(first - delay, 0), max(first - delay + MOST_RUNS, 0))
-                frames: list[Buffer] = [b"".join(self._tokens.get(client, [])[part])]
-                total = len(frames[0]) // 4
-                specs = [FrameSpec("tokens", "int32", (total,))]
-                if client in self._some:
-                    frames += split_columns(b"".join(self._logprobs[client][part]), self._top)
-                    specs += column_specs(total, True, self._top)
-                core.effects.append(ToClient(client.link, Tokens(runs[part], specs, ended[ends]), frames))
+            if len(mine.runs) <= MOST_RUNS >= len(mine.ended):
+                self._send(core, client.link, mine)
+                continue
+            # No end before its tokens.
+            delay = max(len(mine.runs) - 1, 0) // MOST_RUNS * MOST_RUNS
+            for first in range(0, max(len(mine.runs), delay + len(mine.ended)), MOST_RUNS):
+                part, piece = slice(first, first + MOST_RUNS), ClientTokens()
+                piece.runs, piece.tokens, piece.logprobs = mine.runs[part], mine.tokens[part], mine.logprobs[part]
+                piece.ended = mine.ended[max(first - delay, 0) : max(first - delay + MOST_RUNS, 0)]
+                piece.some = mine.some
+                self._send(core, client.link, piece)
+
+    def _send(self, core: Context, link: Link, mine: ClientTokens) -> None:
+        tokens = b"".join(mine.tokens)
+        total = len(tokens) // 4
+        specs, frames = [FrameSpec("tokens", "int32", (total,))], list[Buffer]((tokens,))
+        if mine.some:
+            logprobs = [found or _NAN * run.count for run, found in zip(mine.runs, mine.logprobs, strict=True)]
+            frames += split_columns(b"".join(logprobs), self._top)
+            specs += column_specs(total, True, self._top)
+        core.effects.append(ToClient(link, Tokens(mine.runs, specs, mine.ended), frames))
+
+
+class UnsentTokens:
+    """What engines generated in this turn, and is not sent yet: a coordinator that is late sends the tokens of several steps
+    together. It is sent before anything else is said about a request, and at the end of the turn at the latest."""
+
+    __slots__ = ("_by_top", "_core", "_nbytes")
+
+    def __init__(self, core: Context) -> None:
+        self._core = core
+        #: by `top_logprobs`; empty between two turns
+        self._by_top: dict[int, StreamMessages] = {}
+        self._nbytes = 0
+
+    def of(self, top: int, nbytes: int) -> StreamMessages:
+        """Those of streams with this `top_logprobs`, to which so many bytes are going to be added."""
+        if self._nbytes and self._nbytes + nbytes > MOST_BYTES:
+            self.send()
+        self._nbytes += nbytes
+        found = self._by_top.get(top)
+        if found is None:
+            found = self._by_top[top] = StreamMessages(top)
+        return found
+
+    def send(self) -> None:
+        """Send all."""
+        self._nbytes = 0
+        while self._by_top:
+            _, messages = self._by_top.popitem()
+            messages.send(self._core)
 
 
 def send_prompts(core: Context, request: Request, numbers: Iterable[int]) -> None:
