@@ -2,9 +2,9 @@
 
     python -m bench.coordinator_streams [--tokens N] [--rate R] [--quick] [--json FILE]
 
-Four workers without engines generate 50,000 tokens a second each, for 256 streams of one client, 16 clients and 256 clients.
-The CPU seconds of the coordinator, the workers and the clients are read while the streams run. `--rate` is of all workers
-together; 0: as many as they can.
+Four workers without engines, in one process, generate 50,000 tokens a second each, for 256 streams of one client, of 16 and of
+256. The CPU seconds of the coordinator, the workers and the clients are read while the streams run. `--rate` is of all
+workers together; 0: as many as they can.
 """
 
 import os
@@ -31,8 +31,8 @@ COORDINATOR, WORKER, CLIENT = "coordinator", "workers", "clients"
 
 def start(
     folder: Path, stack: ExitStack, rate: float, slots: int = STREAMS, limits: Limits | None = None
-) -> tuple[Child, list[Child], Child]:
-    """The coordinator, its workers, and the process of all clients."""
+) -> tuple[Child, Child, Child]:
+    """The coordinator, the process of its workers, and that of all clients."""
     listen, workers = f"ipc://{folder}/pool.sock", f"ipc://{folder}/workers.sock"
     group = GroupConfig(model="none", engine="sim", workers=0, operations=["generate"])
     config = PoolConfig(
@@ -42,14 +42,13 @@ def start(
     daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=folder, env=env, speaks=False)
     stack.callback(daemon.stop, hint=signal.SIGTERM)
     each = rate / WORKERS if rate else 1e9
-    argv = ["-m", "bench.streams.worker", workers, str(each), str(slots // WORKERS)]
-    children = [begin(stack, argv, folder) for _ in range(WORKERS)]
-    return daemon, children, begin(stack, ["-m", "bench.streams.load", listen], folder)
+    argv = ["-m", "bench.streams.worker", workers, str(WORKERS), str(each), str(slots // WORKERS)]
+    return daemon, begin(stack, argv, folder), begin(stack, ["-m", "bench.streams.load", listen], folder)
 
 
-def measure(daemon: Child, workers: list[Child], load: Child, phase: Phase) -> tuple[Counted, dict[str, float]]:
+def measure(daemon: Child, workers: Child, load: Child, phase: Phase) -> tuple[Counted, dict[str, float]]:
     """One phase: what the clients counted, and the CPU seconds of each side meanwhile."""
-    pids = {COORDINATOR: [daemon.pid], WORKER: [worker.pid for worker in workers]}
+    pids = {COORDINATOR: [daemon.pid], WORKER: [workers.pid]}
     load.ask(msgspec.to_builtins(phase), PATIENCE_S + phase.ramp_s)
     before = {who: cpu_seconds(found) for who, found in pids.items()}
     load.hear(PATIENCE_S + phase.seconds)
