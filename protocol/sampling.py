@@ -14,6 +14,7 @@ FEATURES = (
     dict.fromkeys(GRAMMARS, "grammar")
     | dict.fromkeys(("stop", "stop_regex"), "stop_text")
     | dict.fromkeys((*MASKS, "temperature_schedule"), "logit_processors")
+    | {"require_reasoning": "reasoning_parser"}
 )
 #: field of `Sampling`: (least, most, whether the least itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -76,6 +77,9 @@ def check_sampling(s: Sampling) -> None:
         # Where the text may end, and must not, no token is left: an engine would compute NaN.
         text = f"sampling.min_new_tokens: {s.min_new_tokens} with {given[0]}, whose text may end before; 0"
         raise bad("sampling.min_new_tokens", text, "0")
+    if s.require_reasoning and not given:
+        field = "sampling.require_reasoning"
+        raise bad(field, f"{field}: given without a grammar; only with one of {', '.join(GRAMMARS)}", "")
     _check_processors(s, given)
 
 

@@ -44,6 +44,7 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     disallowed_token_ids: list[int] | None = None
     temperature_schedule: tuple[float, float, int] | None = None
+    require_reasoning: bool | None = None
 
     def __post_init__(self) -> None:
         if self.prompt is None:

@@ -77,6 +77,8 @@ class GenerateCalls(RowCalls):
             temperature_schedule: (initial, final, tokens), in place of `temperature`: the temperature goes in equal steps from
                 `initial`, for the first token of the output, to `final`, after so many tokens. It counts those of
                 `continue_from`.
+            require_reasoning: the grammar begins after the thoughts of the model, which end as the `reasoning_parser` of the
+                engine says. Default: False.
             logprobs: the natural logarithm of the probability of each token, too: at its temperature (1 where `temperature` is
                 0), among the tokens that a mask allows, before top_k, top_p and min_p. Default: False.
             top_logprobs: and of so many of the most probable tokens in its place, by the same distribution: at most 20. It asks

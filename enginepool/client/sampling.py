@@ -46,6 +46,7 @@ class SamplingOptions(RowOptions, total=False):
     allowed_token_ids: Ids | None
     disallowed_token_ids: Ids | None
     temperature_schedule: tuple[float, float, int] | None
+    require_reasoning: bool
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from enginepool.errors import BadRequest
 from enginepool.protocol.messages import MAX_SEQUENCES, MAX_TOP_LOGPROBS
+from enginepool.protocol.sampling import GRAMMARS
 
 _MEDIA = "only text is served; give the text of the message alone"
 _RETURNED = "the pool returns tokens, text and log-probabilities alone"
@@ -47,7 +48,6 @@ _REFUSED_PARAMETERS = {
 }
 #: What SGLang writes into `custom_params` itself.
 _OWN = "__sglang_"
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def refuse_dangerous(request: Any) -> None:
@@ -95,11 +95,9 @@ def _refuse_parameters(given: Mapping[str, Any], reasoning: bool, prompts: int) 
     most = max(1, MAX_SEQUENCES // prompts)
     if not isinstance(n, int) or not 1 <= n <= most:
         raise BadRequest(f"n: {n!r:.40} for {prompts} prompts; 1 to {most}", field="n", limit=str(most))
-    grammar = next((name for name in _GRAMMARS if given.get(name)), "")
-    if grammar and reasoning:
-        why = (
-            "a grammar (also of tool_choice) would forbid the thoughts of a model that thinks first; turn thinking off, as in "
-        )
+    own = any(key.startswith(_OWN) for key in given.get("custom_params") or ())
+    if reasoning and own and any(given.get(name) for name in GRAMMARS):
+        why = "a grammar after thoughts whose end this model's template chooses for each request; turn thinking off, as in "
         raise refused("response_format", why + "chat_template_kwargs={'enable_thinking': False}")
 
 

@@ -125,7 +125,8 @@ class Samples:
 
     def _options(self) -> dict[str, Any]:
         request = self._request
-        options = pool_options(request.sampling_params, len(request.input_ids), self._reports.context_len)
+        reasoning = bool(request.require_reasoning)
+        options = pool_options(request.sampling_params, len(request.input_ids), self._reports.context_len, reasoning)
         if request.return_logprob:
             options |= {"logprobs": True, "top_logprobs": request.top_logprobs_num or 0}
             options["prompt_logprobs"] = request.logprob_start_len == 0

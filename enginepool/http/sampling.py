@@ -3,6 +3,7 @@
 from typing import Any
 
 from enginepool.protocol.messages import MAX_NEW_TOKENS
+from enginepool.protocol.sampling import GRAMMARS
 
 #: What SGLang's `top_k` is for the whole vocabulary.
 _WHOLE = 1 << 30
@@ -25,7 +26,7 @@ _SAME = (
 )
 
 
-def pool_options(params: Any, prompt: int, context: int) -> dict[str, Any]:
+def pool_options(params: Any, prompt: int, context: int, reasoning: bool = False) -> dict[str, Any]:
     """The options for a prompt.
 
     Args:
@@ -33,12 +34,14 @@ def pool_options(params: Any, prompt: int, context: int) -> dict[str, Any]:
         prompt: tokens of its prompt.
         context: tokens that engines take, prompt and output together; where the request has no `max_tokens`, a sequence may
             have all that are left.
+        reasoning: the model thinks first; a grammar is not for its thoughts.
     """
     options = {name: getattr(params, name) for name in _SAME}
     options["top_k"] = -1 if params.top_k >= _WHOLE else params.top_k
     options["stop"] = list(params.stop_strs or ())
     options["stop_regex"] = list(params.stop_regex_strs or ())
     options["stop_token_ids"] = sorted(params.stop_token_ids or ())
+    options["require_reasoning"] = reasoning and any(options[name] is not None for name in GRAMMARS)
     most = params.max_new_tokens
     options["max_new_tokens"] = max(1, min(context - prompt, MAX_NEW_TOKENS)) if most is None else most
     return options

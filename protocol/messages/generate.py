@@ -55,7 +55,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     equal tokens, where the engine supports it.
 
     `allowed_token_ids`: no other token is chosen; `disallowed_token_ids`: none of these is; at most one of the two.
-    `temperature_schedule`: in place of `temperature`.
+    `temperature_schedule`: in place of `temperature`. `require_reasoning`: the grammar begins after the thoughts of the model.
     """
 
     max_new_tokens: int = 128
@@ -80,6 +80,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     allowed_token_ids: _Mask = None
     disallowed_token_ids: _Mask = None
     temperature_schedule: TemperatureSchedule | None = None
+    require_reasoning: bool = False
 
     @property
     def masked(self) -> list[int]:

@@ -109,6 +109,8 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     assert refusal(generate(regex="a"), features=()) == ("sampling.regex", "")
     assert refusal(generate(stop=["a"]), features=("grammar",)) == ("sampling.stop", "")
     assert refusal(generate(temperature_schedule=(1, 0, 5))) == ("sampling.temperature_schedule", "")
+    thinks = generate(regex="a", require_reasoning=True)
+    assert refusal(thinks, features=("grammar",)) == ("sampling.require_reasoning", "")
     processors = ("logit_processors",)
     assert refusal(generate(allowed_token_ids=[1000]), features=processors) == ("sampling.allowed_token_ids", "1000")
     everything = generate(disallowed_token_ids=[*range(4)])

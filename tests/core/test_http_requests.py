@@ -55,7 +55,14 @@ def test_what_is_dangerous_or_not_handed_on_is_refused_by_name(given: dict[str, 
         ({"n": 2000}, {"text": ["a", "b", "c"]}, "^n: 2000 for 3 prompts; 1 to 1365"),
         ({"n": 1 << 70}, {"text": None, "input_ids": [[1], [2]]}, "^n: 1180591620717411303424 for 2 prompts; 1 to 2048"),
         ([{"n": 1}, {"n": True, "beam_width": 2}], {}, "^beam_width: not served"),
-        ({"json_schema": "{}"}, {"require_reasoning": True}, "^response_format: not served.*turn thinking off"),
+        (
+            {"regex": "a", "custom_params": {"__sglang_reasoning_in_grammar": True}},
+            {"require_reasoning": True},
+            "^response_format: not served.*turn thinking off",
+        ),
+        ({}, {"top_logprobs_num": [0, 3]}, r"^top_logprobs: \[0, 3\] \(logprobs of a completion\); 0 to 20"),
+        ({}, {"top_logprobs_num": 21}, "^top_logprobs: 21 .*; 0 to 20"),
+        ({}, {"top_logprobs_num": -1}, "^top_logprobs: -1 .*; 0 to 20"),
     ],
 )
 def test_sampling_parameters_are_held_to_what_the_pool_serves(parameters: Any, more: dict[str, Any], message: str) -> None:
@@ -66,6 +73,8 @@ def test_sampling_parameters_are_held_to_what_the_pool_serves(parameters: Any, m
 def test_what_the_pool_serves_passes() -> None:
     own = {"__sglang_reasoning_end_token_ids": [7]}
     refuse_dangerous(request({"n": 4096, "custom_params": own}, require_reasoning=True, image_data=None, routed_dp_rank=None))
+    refuse_dangerous(request({"json_schema": "{}", "custom_params": own}))
+    refuse_dangerous(request({"json_schema": "{}"}, require_reasoning=True))
     refuse_dangerous(request({"json_schema": "{}", "n": 1}, return_logprob=True, lora_path=[None, None]))
     refuse_template({"enable_thinking": False})
     with pytest.raises(BadRequest, match="chat_template is a program"):
@@ -98,6 +107,12 @@ def test_sampling_parameters_become_options_of_the_pool() -> None:
     found = pool_options(given, 10, 4096)
     assert (found["top_k"], found["max_new_tokens"], found["sampling_seed"], found["n"]) == (1, 7, 5, 3)
     assert (found["stop"], found["stop_regex"], found["stop_token_ids"]) == (["a"], ["b+"], [3, 9])
+
+
+def test_a_grammar_is_not_for_thoughts() -> None:
+    assert pool_options(settled(regex="a"), 10, 4096, reasoning=True)["require_reasoning"] is True
+    assert pool_options(settled(regex="a"), 10, 4096)["require_reasoning"] is False
+    assert pool_options(settled(), 10, 4096, reasoning=True)["require_reasoning"] is False
 
 
 def test_headers_hold_what_the_api_has_no_field_for() -> None:

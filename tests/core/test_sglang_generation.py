@@ -180,7 +180,9 @@ def test_what_sglang_resolved_for_generation_is_checked() -> None:
 
 def test_grammars_and_stop_strings_need_a_tokenizer() -> None:
     assert generation_features({"grammar_backend": "xgrammar"}, True) == ("grammar", "stop_text")
-    assert generation_features({"grammar_backend": "none"}, True) == ("stop_text",)
+    assert generation_features({"grammar_backend": "none", "reasoning_parser": "qwen3"}, True) == ("stop_text",)
+    thinks = generation_features({"grammar_backend": "xgrammar", "reasoning_parser": "qwen3"}, True)
+    assert thinks == ("grammar", "stop_text", "reasoning_parser")
     assert generation_features({"grammar_backend": "xgrammar"}, False) == ()
     assert generation_features({"grammar_backend": "xgrammar", "skip_tokenizer_init": True}, True) == ()
 
@@ -234,6 +236,8 @@ def test_what_the_engine_has_not_is_refused() -> None:
         refuse_fatal(task(json_schema="{}"), plain, False)
     with pytest.raises(EngineError, match="allowed_token_ids: this engine runs no logit processors"):
         refuse_fatal(task(allowed_token_ids=[1]), plain, False)
+    with pytest.raises(EngineError, match="require_reasoning: this engine was started without a reasoning_parser"):
+        refuse_fatal(task(regex="a", require_reasoning=True), CAN, False)
     refuse_fatal(task(min_p=0.5), CAN, False)
     with pytest.raises(EngineError, match=r"min_p: 0\.5; an engine with enable_deterministic_inference takes 0"):
         refuse_fatal(task(min_p=0.5), CAN, True)
@@ -250,6 +254,7 @@ def test_sglang_gets_what_was_asked_for_by_its_own_names() -> None:
     }
     assert sampling_kwargs(task(**asked), 512, 0) == {"max_new_tokens": 10, **asked}
     assert sampling_kwargs(task(top_k=1 << 40), 512, 0)["top_k"] == -1
+    assert sampling_kwargs(task(regex="a", require_reasoning=True), 512, 0) == {"max_new_tokens": 10, "regex": "a"}
 
 
 def test_sglang_gets_a_mask_and_a_schedule_as_parameters_of_our_logit_processor() -> None:

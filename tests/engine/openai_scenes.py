@@ -115,6 +115,14 @@ class Scenes:
         assert "".join(delta.reasoning_content or "" for delta in deltas) == "One and one."
         assert "".join(delta.content or "" for delta in deltas) == "Two"
 
+    async def a_grammar_begins_after_the_thoughts_of_a_model_that_thinks(self) -> None:
+        for thinking in (True, False):
+            self.pool.reset("<think>One and one.</think>Two")
+            await self.ask(thinking=thinking, body={"regex": "(Two|Three)"})
+            await self.ask(thinking=thinking)
+            told = [(asked["regex"], asked["require_reasoning"]) for asked in self.pool.asked]
+            assert told == [("(Two|Three)", thinking), (None, False)]
+
     async def no_beginning_of_a_stop_string_is_streamed(self) -> None:
         self.pool.reset("It is so. ENGINE ENDED", matched="ENDED")
         whole = (await self.ask(stop=["ENDED"])).choices[0]
@@ -212,7 +220,6 @@ class Scenes:
             "chat_template_kwargs": {"body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
             "lora_path": {"body": {"lora_path": "/etc"}},
             "top_logprobs": {"logprobs": True, "top_logprobs": 21},
-            "response_format": {"thinking": True, "body": {"regex": "a+"}},
             "n": {"n": 1 << 40},
             "temperature": {"temperature": -1},
             "messages": {"messages": "Hello"},

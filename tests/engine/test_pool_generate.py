@@ -3,10 +3,13 @@ weights change."""
 
 import asyncio
 import importlib
+import json
 import random
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 START_S = 300.0
 VOCAB = 512
+#: the first id that the tokenizer of the model does not use
+THINK_END = 454
 #: tokens of a stream that still runs when new weights arrive
 LONG = 3500
 #: tokens of the new weights that are looked at
@@ -35,18 +40,24 @@ ENOUGH = 40
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
+def thinking(model: Path, target: Path) -> Path:
+    """A copy of a model with a token that ends its thoughts."""
+    shutil.copytree(model, target)
+    tokenizer = json.loads((target / "tokenizer.json").read_text("utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"].append({"id": THINK_END, "content": "</think>", **flags})
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    return target
+
+
 @pytest.fixture(scope="module")
 def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("pool")
     with Processes() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        group = GroupConfig(
-            model=str(models.causal),
-            workers=2,
-            device="cpu",
-            operations=["generate"],
-            options={"max_running_requests": 8, "constrained_json_disable_any_whitespace": True},
-        )
+        options = {"max_running_requests": 8, "constrained_json_disable_any_whitespace": True, "reasoning_parser": "qwen3"}
+        model = str(thinking(models.causal, folder / "model"))
+        group = GroupConfig(model=model, workers=2, device="cpu", operations=["generate"], options=options)
         config = PoolConfig(
             groups={"policy": group},
             listen=f"ipc://{folder}/pool.sock",
@@ -224,6 +235,15 @@ def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> Non
             assert {token for group in answer for one in group for token in one.token_ids.tolist()} <= {7, 9}
             with pytest.raises(EngineFailed, match=r"the engine aborted the sequence: .*regex"):
                 await pool.generate([[1]], regex="(a")
+            # About one token of 20 of the thoughts is their end, and none is that of the sequence.
+            bias = {THINK_END: 5.0, reference.tokenizer.eos_token_id: -100.0}
+            thought: dict[str, Any] = {"n": 8, "require_reasoning": True, "logit_bias": bias, "max_new_tokens": 200}
+            thoughts = (await pool.generate("Choose:", regex="(yes|no)", **thought))[0]
+            for ids in (one.token_ids.tolist() for one in thoughts):
+                assert reference.tokenizer.decode(ids[ids.index(THINK_END) + 1 :], skip_special_tokens=True) in ("yes", "no")
+            assert any(one.token_ids[0] != THINK_END for one in thoughts), "no grammar before"
+            with pytest.raises(BadRequest, match="require_reasoning: given without a grammar"):
+                await pool.generate([[1]], require_reasoning=True)
             return await pool.generate("Choose:", n=2, regex="(yes|no)", max_new_tokens=20)
 
     for sample in asyncio.run(scenario())[0]:

@@ -78,6 +78,14 @@ def _from_client() -> list[Valid]:
             )
         ),
         Valid(
+            "generate-reasoning",
+            way,
+            "a grammar that begins after the thoughts",
+            _generate(*PROMPTS, sampling={"regex": "[a-z]+", "require_reasoning": True}),
+            PROMPTS,
+            exact=False,
+        ),
+        Valid(
             "generate-stream",
             way,
             "a stream with all other fields, sent again: sequence 0 has two tokens, sequence 3 has ended",
@@ -318,6 +326,7 @@ def _parameters() -> list[Invalid]:
         _sampling("mask-and-grammar", "one at most", "allowed_token_ids", regex="a", allowed_token_ids=[1]),
         _sampling("schedule-of-none", "no token", "temperature_schedule", temperature_schedule=[1.0, 0.0, 0]),
         _sampling("two-temperatures", "one", "temperature_schedule", temperature=0.5, temperature_schedule=[1.0, 0.0, 4]),
+        _sampling("reasoning-alone", "only with a grammar", "require_reasoning", require_reasoning=True),
         _refused("program", "none is taken", "bad_request", "sampling", stage="header", sampling={"custom_params": {}}),
         _sampling("mask-without-processor", "these workers have none", "allowed_token_ids", m, allowed_token_ids=[1]),
         _sampling("mask-outside", "the vocabulary has 1000", "disallowed_token_ids", m, disallowed_token_ids=[1000]),

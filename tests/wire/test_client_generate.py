@@ -83,6 +83,7 @@ def test_every_sampling_parameter_travels_by_its_own_name(coordinator: Generatin
         "stop_regex": ["[0-9]+"], "ignore_eos": True, "logit_bias": {5: -1, "6": np.float64(2.5)}, "sampling_seed": 3,
         "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None,
         "allowed_token_ids": np.array([4, 5]), "disallowed_token_ids": None, "temperature_schedule": None,
+        "require_reasoning": False,
     }  # fmt: skip
     assert given.keys() == set(Sampling.__struct_fields__) <= GenerateOptions.__annotations__.keys()
     generate(coordinator, ["a"], group="g", priority=-3, timeout=30, min_version=4, version=5, partial=True, **given)

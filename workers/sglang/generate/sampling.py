@@ -20,6 +20,8 @@ LEAST_REPETITION_PENALTY = 0.01
 _SEEDS = 1 << 63
 #: parameters that the logit processor of this package takes; SGLang does not know them
 PROCESSED = ("allowed_token_ids", "disallowed_token_ids", "temperature_schedule")
+#: parameters that are not among SGLang's sampling parameters
+_APART = (*PROCESSED, "require_reasoning")
 
 
 def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -> None:
@@ -75,6 +77,8 @@ def _refuse_unsupported(s: Sampling, can: Capabilities) -> None:
         raise EngineError(f"{grammar}: this engine runs no grammar backend")
     if grammar and s.min_new_tokens:
         raise EngineError(f"min_new_tokens: given with {grammar}, whose text may end before; no token would be allowed then")
+    if s.require_reasoning and "reasoning_parser" not in can.features:
+        raise EngineError("require_reasoning: this engine was started without a reasoning_parser")
     processed = next((name for name in PROCESSED if getattr(s, name) is not None), "")
     if processed and "logit_processors" not in can.features:
         raise EngineError(f"{processed}: this engine runs no logit processors")
@@ -86,7 +90,7 @@ def sampling_kwargs(task: GenerationTask, vocab: int, sequence: int) -> dict[str
     """SGLang's sampling parameters for a sequence of a task. With one seed all sequences would be the same: each has its own,
     one more than the sequence before."""
     s = task.sampling
-    given: Mapping[str, Any] = {name: value for name, value in msgspec.to_builtins(s).items() if name not in PROCESSED}
+    given: Mapping[str, Any] = {name: value for name, value in msgspec.to_builtins(s).items() if name not in _APART}
     changed: dict[str, Any] = {"max_new_tokens": s.max_new_tokens}
     if s.top_k >= vocab:
         changed["top_k"] = -1  # SGLang keeps it in 32 bits

@@ -86,6 +86,7 @@ class EngineGeneration:
             return_logprob=task.logprobs or bool(task.prompt_logprobs and not sequence),
             logprob_start_len=0 if task.prompt_logprobs and not sequence else -1,
             top_logprobs_num=task.top_logprobs,
+            require_reasoning=task.sampling.require_reasoning,
             priority=task.priority * self._priority_sign if self._priority_sign else None,
         )
         return self._tm.generate_request(request, None)

@@ -123,6 +123,8 @@ def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[s
     features: list[str] = []
     if tokenizer and not settings.get("skip_tokenizer_init"):
         features = ["stop_text"] if settings.get("grammar_backend") in (None, "none") else ["grammar", "stop_text"]
+        if "grammar" in features and settings.get("reasoning_parser"):
+            features.append("reasoning_parser")
     if settings.get("enable_custom_logit_processor") and not any(settings.get(name) for name in _WITHOUT_PROCESSORS):
         features.append("logit_processors")
     return tuple(features)
