@@ -38,6 +38,8 @@ LABEL_BYTES = 40
 #: the header of an answer, and what each row adds to it
 RESULT_BYTES = 512
 ROW_BYTES = 2
+#: of the names of workers in an answer, which its header has room for
+NAMES_BYTES = 224
 #: of the answer to `generate`, what each sequence adds: its end, and its spans while few weight versions computed it
 SEQUENCE_BYTES = 128
 #: an element of an answer (float32), and an id of tokenized text (int32)

@@ -6,7 +6,7 @@ import typer
 
 from enginepool.cli.choices import Truncation
 from enginepool.cli.file_command import file_command
-from enginepool.cli.jsonl import InputLine
+from enginepool.cli.jsonl import InputLine, answered
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
@@ -29,7 +29,7 @@ class EmbedLine(InputLine, forbid_unknown_fields=True):
 async def _ask(pool: "Pool", line: EmbedLine, settings: dict[str, Any]) -> dict[str, Any]:
     # The client checks that inputs are all text or all ids.
     result = await pool.embed(cast("Any", line.inputs), **settings)
-    return {"embeddings": result.embeddings.tolist(), "version": result.version, "tokens": result.usage.tokens}
+    return {"embeddings": result.embeddings.tolist()} | answered(result)
 
 
 @file_command(EmbedLine, _ask)

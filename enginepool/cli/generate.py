@@ -70,7 +70,7 @@ async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> di
             ids, chances = found.prompt_top_ids[0], found.prompt_top_logprobs[0]
             assert ids is not None and chances is not None
             columns |= {"prompt_top_ids": ids.tolist(), "prompt_top_logprobs": chances.tolist()}
-    return columns | {"version": found.version, "tokens": found.usage.output_tokens}
+    return columns | {"version": found.version, "tokens": found.usage.output_tokens, "workers": found.workers}
 
 
 @file_command(GenerateLine, _ask, priority=LOW_PRIORITY)

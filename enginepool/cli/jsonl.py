@@ -10,6 +10,9 @@ import msgspec
 from enginepool.conversion import JSON, located, wrong_type
 
 if TYPE_CHECKING:
+    from enginepool.client.embed import EmbedResult
+    from enginepool.client.logprobs import LogprobsResult
+    from enginepool.client.score import ScoreResult
     from enginepool.errors import EnginepoolError
 
 #: Every output line begins so. A last line that was cut off in writing is told from foreign text by it.
@@ -99,6 +102,11 @@ def output_line(number: int, crc: int, line: InputLine | None, columns: dict[str
     if line is not None:
         record |= {name: value for name, value in (("id", line.id), ("group", line.group)) if value is not None}
     return msgspec.json.encode(record | columns) + b"\n"
+
+
+def answered(result: "ScoreResult | EmbedResult | LogprobsResult") -> dict[str, Any]:
+    """What the output line says of how rows were computed."""
+    return {"version": result.version, "tokens": result.usage.tokens, "workers": result.workers}
 
 
 def error_columns(number: int, error: "EnginepoolError | BadLine") -> dict[str, Any]:

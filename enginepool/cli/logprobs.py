@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from enginepool.cli.choices import Truncation
 from enginepool.cli.file_command import file_command
-from enginepool.cli.jsonl import InputLine
+from enginepool.cli.jsonl import InputLine, answered
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
@@ -25,7 +25,7 @@ class LogprobsLine(InputLine, forbid_unknown_fields=True):
 
 async def _ask(pool: "Pool", line: LogprobsLine, settings: dict[str, Any]) -> dict[str, Any]:
     result = await pool.logprobs(cast("Any", line.prompts), cast("Any", line.responses), **settings)
-    found = {"logprobs": [row.tolist() for row in result.logprobs], "version": result.version, "tokens": result.usage.tokens}
+    found = {"logprobs": [row.tolist() for row in result.logprobs]} | answered(result)
     return found if result.labels is None else found | {"labels": [row.tolist() for row in result.labels]}
 
 

@@ -7,7 +7,7 @@ import typer
 from enginepool.cli.choices import Truncation
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 from enginepool.cli.file_command import file_command
-from enginepool.cli.jsonl import InputLine
+from enginepool.cli.jsonl import InputLine, answered
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
@@ -54,7 +54,7 @@ async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[
         result = await pool.score_pairs(cast("Any", line.prompts), cast("Any", line.responses), **settings)
     else:
         result = await pool.score(line.query, cast("Any", line.items), **settings)
-    columns = {"scores": result.scores.tolist(), "version": result.version, "tokens": result.usage.tokens}
+    columns = {"scores": result.scores.tolist()} | answered(result)
     return columns if result.hidden is None else columns | {"hidden": result.hidden.tolist()}
 
 

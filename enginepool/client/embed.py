@@ -36,6 +36,7 @@ class EmbedResult:
         timings: time in the queue and in the engine.
         usage: rows and tokens.
         truncated: how many rows were cut.
+        workers: names of the workers that computed it, as in `enginepool status`; of very many the first ones.
     """
 
     embeddings: Floats
@@ -44,6 +45,7 @@ class EmbedResult:
     timings: RequestTimings
     usage: RequestUsage
     truncated: int = 0
+    workers: tuple[str, ...] = ()
 
 
 class EmbedCalls(RowCalls):
@@ -109,4 +111,4 @@ def _read(result: Result, frames: Sequence[Buffer]) -> EmbedResult:
     embeddings = float_frame(result, frames, "embeddings")
     if embeddings is None or embeddings.ndim != 2:
         raise Malformed("the answer holds no embeddings float32 [inputs, dimensions]", field="embeddings")
-    return EmbedResult(embeddings, *figures(result), result.truncated)
+    return EmbedResult(embeddings, *figures(result))

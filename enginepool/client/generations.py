@@ -68,6 +68,8 @@ class Generations(Sequence[tuple[Generation, ...]]):
             those before it, NaN for the first one. None in the place of a prompt of which this call generated no token.
         prompt_top_ids, prompt_top_logprobs: if both are asked for, of each prompt int32 and float32 [its tokens, k]: in the
             place of each token the k most probable ones; −1 and NaN for the first one. None as in `prompt_logprobs`.
+        workers: names of the workers that generated tokens in this call, as in `enginepool status`; of very many the first
+            ones.
     """
 
     groups: tuple[tuple[Generation, ...], ...]
@@ -77,6 +79,7 @@ class Generations(Sequence[tuple[Generation, ...]]):
     prompt_logprobs: tuple[Floats | None, ...] | None = None
     prompt_top_ids: tuple[TopIds | None, ...] | None = None
     prompt_top_logprobs: tuple[Floats | None, ...] | None = None
+    workers: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> tuple[Generation, ...]: ...
@@ -150,6 +153,7 @@ def read_generations(
         TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
         *_of_prompts(prompts, len(groups), request),
+        workers=tuple(answer.workers),
     )
     interrupted = sum(one.finish_reason == "interrupted" for one in found)
     if interrupted and not request.partial:

@@ -38,6 +38,7 @@ class LogprobsResult:
         timings: time in the queue and in the engine.
         usage: rows and tokens.
         truncated: how many rows have a prompt that was cut.
+        workers: names of the workers that computed it, as in `enginepool status`; of very many the first ones.
     """
 
     logprobs: tuple[Floats, ...]
@@ -47,6 +48,7 @@ class LogprobsResult:
     timings: RequestTimings
     usage: RequestUsage
     truncated: int = 0
+    workers: tuple[str, ...] = ()
 
 
 class LogprobsCalls(RowCalls):
@@ -131,9 +133,9 @@ def _read(result: Result, frames: Sequence[Buffer], lengths: Any, labels: int) -
     sizes: list[int] = lengths.tolist()
     rows = _rows(result, frames, "logprobs", sizes, max(sizes))
     if not labels:
-        return LogprobsResult(rows, None, *figures(result), result.truncated)
+        return LogprobsResult(rows, None, *figures(result))
     places = _rows(result, frames, "labels", [size * labels for size in sizes], max(sizes) * labels)
-    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result), result.truncated)
+    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result))
 
 
 def _rows(result: Result, frames: Sequence[Buffer], name: str, sizes: Sequence[int], columns: int) -> tuple[Floats, ...]:

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_int, check_options
-from enginepool.client.embed import EmbedCalls, instructed
+from enginepool.client.embed import EmbedCalls, EmbedResult, instructed
 from enginepool.client.payload import check_label_texts, check_labels
 from enginepool.client.results import Floats
 from enginepool.client.row_calls import TruncatedOptions
-from enginepool.client.score import ScoreCalls
+from enginepool.client.score import ScoreCalls, ScoreResult
 from enginepool.errors import PoolDown, UnknownGroup
 from enginepool.protocol.messages import GroupLimits, Status, StatusReport
 
@@ -43,12 +43,14 @@ class RerankResult:
         scores: float32 [documents], in the order of the documents; more is more relevant.
         method: `cross-encoder`, `labels` or `embeddings`.
         version: version of the weights that computed them.
+        workers: names of the workers that computed them, as in `ScoreResult`.
     """
 
     order: npt.NDArray[np.int64]
     scores: Floats
     method: str
     version: int
+    workers: tuple[str, ...] = ()
 
 
 class RerankCalls(ScoreCalls, EmbedCalls):
@@ -115,19 +117,21 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             raise bad("group", f"group: its model has {limits.labels} scores for a pair; reranking needs one", "1")
         row: TruncatedOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
         if limits.kind == "embedding":
-            cosines, version = await self._cosines([query], documents, row)  # type: ignore[list-item]
-            return _ranked(cosines[0], most, "embeddings", version)
+            cosines, embedded = await self._cosines([query], documents, row)  # type: ignore[list-item]
+            return _ranked(cosines[0], most, "embeddings", embedded)
         scoring: dict[str, Any] = {**row}
         if labels:
             scoring |= {"labels" if texts else "label_token_ids": labels, "apply_softmax": True}
         result = await self.score(query, documents, **scoring)
-        return _ranked(result.scores[:, 0], most, "labels" if labels else "cross-encoder", result.version)
+        return _ranked(result.scores[:, 0], most, "labels" if labels else "cross-encoder", result)
 
-    async def _cosines(self, queries: Sequence[Any], documents: Sequence[Any], options: TruncatedOptions) -> tuple[Floats, int]:
+    async def _cosines(
+        self, queries: Sequence[Any], documents: Sequence[Any], options: TruncatedOptions
+    ) -> tuple[Floats, EmbedResult]:
         both = [*queries, *documents]
         result = await self.embed(both, normalize=True, **options)
         count = len(queries)
-        return result.embeddings[:count] @ result.embeddings[count:].T, result.version
+        return result.embeddings[:count] @ result.embeddings[count:].T, result
 
     async def _limits(self, name: str) -> GroupLimits:
         """What the model of a group is."""
@@ -142,6 +146,6 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         return group.limits
 
 
-def _ranked(scores: Floats, most: int | None, method: str, version: int) -> RerankResult:
+def _ranked(scores: Floats, most: int | None, method: str, result: ScoreResult | EmbedResult) -> RerankResult:
     order = np.argsort(-scores, kind="stable")[:most]
-    return RerankResult(order, np.ascontiguousarray(scores), method, version)
+    return RerankResult(order, np.ascontiguousarray(scores), method, result.version, result.workers)

@@ -40,14 +40,16 @@ def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: 
     return None
 
 
-def figures(result: Result) -> tuple[int, tuple[int, ...], RequestTimings, RequestUsage]:
-    """The version, the forwards, the times in seconds and the usage of an answer."""
+def figures(result: Result) -> tuple[int, tuple[int, ...], RequestTimings, RequestUsage, int, tuple[str, ...]]:
+    """The version, the forwards, the times in seconds, the usage, the rows that were cut and the workers of an answer."""
     times, usage = result.timings, result.usage
     return (
         result.version,
         tuple(result.forwards),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
         RequestUsage(usage.items, usage.tokens),
+        result.truncated,
+        tuple(result.workers),
     )
 
 

@@ -69,6 +69,7 @@ class ScoreResult:
         timings: time in the queue and in the engine.
         usage: rows and tokens.
         truncated: how many rows were cut.
+        workers: names of the workers that computed it, as in `enginepool status`; of very many the first ones.
     """
 
     scores: Floats
@@ -78,6 +79,7 @@ class ScoreResult:
     timings: RequestTimings
     usage: RequestUsage
     truncated: int = 0
+    workers: tuple[str, ...] = ()
 
 
 class ScoreCalls(RowCalls):
@@ -204,4 +206,4 @@ def _read(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     if scores is None or scores.ndim != 2:
         raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
     hidden = float_frame(result, frames, "hidden")
-    return ScoreResult(scores, hidden, *figures(result), result.truncated)
+    return ScoreResult(scores, hidden, *figures(result))

@@ -214,7 +214,7 @@ class Generated(Message, tag="generated"):
 
     `ended` and `spans`: of each sequence, in order. A span is [version, count]: so many of these tokens, in order, were
     computed by weights of this version. `version`: the highest of them. `prompts`: [prompt, count], of which some tokens were
-    generated.
+    generated. `workers`: the names of those that generated tokens of it.
     """
 
     id: int
@@ -228,6 +228,7 @@ class Generated(Message, tag="generated"):
     prompts: list[tuple[int, int]] = []
     seq: int = 0
     final: bool = True
+    workers: list[str] = []
 
 
 class StartGeneration(Message, tag="start"):

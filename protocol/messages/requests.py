@@ -92,7 +92,7 @@ class Result(Message, tag="result"):
     """The answer of a request. The message of its operation says which frames it has.
 
     `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
-    `truncated`: how many of its rows were cut.
+    `truncated`: how many of its rows were cut. `workers`: the names of those that computed it.
     """
 
     id: int
@@ -104,3 +104,4 @@ class Result(Message, tag="result"):
     seq: int = 0
     final: bool = True
     truncated: int = 0
+    workers: list[str] = []

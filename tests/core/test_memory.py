@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
 from enginepool.coordinator.requests.reply_cache import ReplyCache
@@ -163,10 +164,14 @@ def test_a_kept_answer_is_not_given_to_a_link_that_takes_less() -> None:
     assert pool.batches == []
 
 
-@given(rows=st.integers(1, 5000), labels=st.integers(1, 4096))
-def test_the_header_of_a_result_is_within_what_is_charged_for_it(rows: int, labels: int) -> None:
+@given(rows=st.integers(1, 5000), labels=st.integers(1, 4096), names=st.lists(st.text(max_size=90), max_size=60))
+def test_the_header_of_a_result_is_within_what_is_charged_for_it(rows: int, labels: int, names: list[str]) -> None:
     specs = [FrameSpec("scores", "float32", (rows, labels)), FrameSpec("hidden", "float32", (rows, 2**31))]
-    result = Result(2**63 - 1, 2**63 - 1, [1] * rows, Usage(rows, 2**62), Timings(2**62, 2**62), specs)
+    workers: list[str] = []
+    for name in names:
+        workers = with_worker(workers, name)
+    times = Timings(2**62, 2**62)
+    result = Result(2**63 - 1, 2**63 - 1, [1] * rows, Usage(rows, 2**62), times, specs, truncated=rows, workers=workers)
     assert len(encode_header(result)) <= RESULT_BYTES + 2 * rows
 
 

@@ -27,6 +27,7 @@ class Answer:
     scores: Any
     hidden: Any = None
     version: int = 3
+    workers: tuple[str, ...] = ("policy-0",)
     usage: Any = field(default_factory=lambda: type("Usage", (), {"tokens": 5}))
 
 

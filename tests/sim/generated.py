@@ -62,6 +62,7 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
     assert not versions or message.version == max(versions), f"{call}: version {message.version}"
     assert all(version >= request.min_version for version in versions), f"{call}: {versions}"
     assert request.version is None or not {*versions} - {request.version}, f"{call}: {versions}, asked for {request.version}"
+    assert message.workers or request.stream or not versions, f"{call}: no worker"
     known = {end.sequence: end for end in request.ended}
     for i, sequence in enumerate(sequences):
         if i in known:

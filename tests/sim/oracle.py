@@ -55,6 +55,8 @@ class Oracle:
         self.counts: dict[str, int] = {}
         #: the engine that was last given a generation of a call, by the number of the call
         self.ran: dict[int, object] = {}
+        #: the workers, by name, whose engines were given a part of a call, by the number of the call
+        self.worked: dict[int, set[str]] = {}
         #: what happened to sequences that were generated, by kind
         self.streams: dict[str, int] = {}
 
@@ -99,6 +101,8 @@ class Oracle:
         assert sum(map(len, frames)) <= self.limits.max_message_bytes, f"{call}: an answer over the size limit"
         assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"
         assert result.forwards and (set(result.forwards) == {1} or call.uid in self.cut), f"{call}: {result.forwards}"
+        assert result.workers, f"{call}: no worker"
+        self._named(call, result)
         assert result.timings.queued_us >= 0 and result.timings.run_us >= 0, f"{call}: {result.timings}"
 
     def _generated(self, call: Call, answer: Answer) -> None:
@@ -108,8 +112,18 @@ class Oracle:
         wrong = call.bad or ((call.poison or call.choking or call.refused) and not passes)
         assert not wrong, f"{call}: answered, and should not be"
         weights = self.weights[self._name(call.score.group)]
+        self._named(call, answer.message)
         for kind in check_generated(call, answer, weights):
             self.stream(kind)
+
+    def works(self, uid: int, worker: str) -> None:
+        """The engine of a worker was given a part of a call."""
+        self.worked.setdefault(uid, set()).add(worker)
+
+    def _named(self, call: Call, answer: Result | Generated) -> None:
+        """An answer names workers that had a part of the call, each once. A worker that was given up has a longer name."""
+        names = [name.partition("+")[0] for name in answer.workers]
+        assert len({*answer.workers}) == len(names) and {*names} <= self.worked[call.uid], f"{call}: {names}"
 
     def stream(self, kind: str) -> None:
         """Something happened to a sequence that is generated."""

@@ -218,6 +218,7 @@ class SimEngine:
         out: list[Buffer] = []
         short = fault == "wrong_rows"
         for part, prompts in zip(task.run.batch.parts, task.prompts, strict=True):
+            self.oracle.works(uid_of(prompts[0]), self.host.stager.name)
             if fault == "two_forwards":
                 self.oracle.cut.add(uid_of(prompts[0]))
             if _has(prompts, REFUSED):

@@ -92,6 +92,7 @@ class SimGenerator:
             assert len(task.sequences) == 1, f"{who}: several sequences go on after the same tokens"
             engine.oracle.stream("resumed")
         engine.oracle.ran[uid_of(task.prompt)] = engine
+        engine.oracle.works(uid_of(task.prompt), engine.host.stager.name)
         self._running[task.id] = engine.inside[task.id] = task
         engine.check_room(who)
         if not self._steps:

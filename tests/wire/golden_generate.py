@@ -189,7 +189,7 @@ def _to_client() -> list[Valid]:
         Valid(
             "generated-continued",
             way,
-            "the request brought two tokens of the first sequence along",
+            "the request brought two tokens of the first sequence along; two workers generated the others",
             {
                 "type": "generated",
                 "id": 1,
@@ -200,6 +200,7 @@ def _to_client() -> list[Valid]:
                 "spans": [[[4, 1]], [[4, 1]]],
                 "frames": _specs(ids("output", 33, 41), lengths("output_lengths", 1, 1)),
                 "starts": [2, 0],
+                "workers": ["policy-1", "policy-0"],
             },
             (ids("output", 33, 41), lengths("output_lengths", 1, 1)),
         ),

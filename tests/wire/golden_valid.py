@@ -370,7 +370,7 @@ def _to_client() -> list[Valid]:
         Valid(
             "result-hidden",
             way,
-            "a reward model: one column, and hidden states of size 4; the request was cut into two batches",
+            "a reward model: one column, and hidden states of size 4; the request was cut into two batches, at two workers",
             {
                 "type": "result",
                 "id": 300,
@@ -379,6 +379,7 @@ def _to_client() -> list[Valid]:
                 "usage": [2, 9],
                 "timings": [0, 70000],
                 "frames": _specs(reward, hidden),
+                "workers": ["reward-0", "reward-1"],
             },
             (reward, hidden),
         ),

@@ -56,13 +56,17 @@ class Client:
         return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
 
 
+#: never changed
+_NONE: list[str] = []
+
+
 class Request:
     """A request until its final answer."""
 
     __slots__ = (
         "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "exact_version",
         "flying", "forwards", "generation", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets",
-        "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
+        "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work", "workers",
     )  # fmt: skip
 
     def __init__(self, client: Client, group: "Group", asked: Submit, answer: int, held: int, seq: int) -> None:
@@ -101,6 +105,8 @@ class Request:
         self.version: int | None = None
         self.forwards: list[int] | tuple[int, ...] = ()
         self.run_us = 0
+        #: names of the workers that computed parts of its answer (`participants.py`)
+        self.workers: list[str] = _NONE
         #: when the first part was dispatched
         self.started = 0.0
         #: it was with a worker that was lost: from now on it runs alone
@@ -162,7 +168,7 @@ Slice = tuple[Request, int, int]
 class RunningBatch:
     """Rows that a worker runs as one forward."""
 
-    __slots__ = ("cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")
+    __slots__ = ("at", "cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")
 
     def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
         self.id = id
@@ -176,6 +182,8 @@ class RunningBatch:
         self.late = 0.0
         #: a suspect runs alone in it
         self.trial = trial
+        #: a task to generate: how many tokens each of its sequences had when it began
+        self.at = 0
 
     def __repr__(self) -> str:
         return f"<Batch {self.id[1]} rows={self.rows} cost={self.cost}{' trial' if self.trial else ''}>"

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Link
+from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
@@ -23,10 +24,9 @@ class Worker:
 
     __slots__ = (
         "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
-        "epoch_confirmed", "group",
-        "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "order", "pace", "pid", "priorities",
-        "prompt_tokens", "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state",
-        "text_bytes", "texts", "version",
+        "epoch_confirmed", "group", "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "name",
+        "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing", "rows", "since", "slot",
+        "stage", "stamp", "state", "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -34,6 +34,9 @@ class Worker:
         self.group = group
         self.link = link
         self.slot = slot
+        #: constant: as people know it; and what an answer that it computed alone names (`participants.py`)
+        self.name = incarnation if slot is None else slot.name
+        self.named = with_worker([], self.name)
         self.pid = 0
         self.host = ""
         #: creation number: iteration over workers is in this order
@@ -121,11 +124,6 @@ class Worker:
     def open(self) -> bool:
         """It may be given batches."""
         return self.state is WorkerState.READY and not self.group.on_hold
-
-    @property
-    def name(self) -> str:
-        """As people know it."""
-        return self.slot.name if self.slot is not None else self.incarnation
 
     def __repr__(self) -> str:
         return f"<Worker {self.incarnation} {self.state} batches={len(self.batches)} cost={self.cost}>"

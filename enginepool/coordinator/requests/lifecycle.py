@@ -7,6 +7,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
@@ -92,11 +93,13 @@ class RequestLifecycle:
             if e.run_us > request.run_us:
                 request.run_us = e.run_us
             if rows == request.work.rows:
+                request.workers = batch.worker.named
                 self._answer(request, e.version, outcome.specs, outcome.frames)
                 continue
             if request.version is not None and request.version != e.version:
                 self._start_over(request)
             request.version = e.version
+            request.workers = with_worker(request.workers, batch.worker.name)
             piece = (start, outcome.specs, outcome.frames)
             if isinstance(request.pieces, list):
                 request.pieces.append(piece)
@@ -113,8 +116,7 @@ class RequestLifecycle:
     def _start_over(self, request: Request) -> None:
         """A part came from other weights than the earlier ones: those run again. One answer is of one version."""
         again = [(start, start + specs[0].shape[0]) for start, specs, _ in request.pieces]
-        request.pieces = ()
-        request.version = None
+        request.pieces, request.workers, request.version = (), [], None
         self.put_back(request, again)
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
@@ -191,6 +193,7 @@ class RequestLifecycle:
             Timings(queued_us, request.run_us),
             list(specs),
             truncated=work.truncated,
+            workers=request.workers,
         )
         self.finish_with(request, message, frames)
 

@@ -172,6 +172,7 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     start_batch(batch)
     if (generation := batch.slices[0][0].generation) is not None:
         generation.tasks[batch.id] = batch
+        batch.at = len(generation.sequences[batch.slices[0][1]].tokens)
     timing, pace = core.config.timing, worker.pace
     expected = worker.group.speed.token_s * worker.cost
     if pace is not None:
