@@ -25,7 +25,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
 from enginepool.protocol.row_labels import check_row_labels, has_row_labels
-from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, Ids, RowBatch, RowPart
 from enginepool.workers.events import Frame
 from enginepool.workers.texts import TextIds, TextTask
 
@@ -185,7 +185,7 @@ def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[D
         if isinstance(part, EngineError):
             parts.append(PartDone(code="engine_error", message=str(part)))
             continue
-        parts.append(PartDone([FrameSpec(name, "float32", values.shape) for name, values in part.items()]))
+        parts.append(PartDone([_described(name, values) for name, values in part.items()]))
         frames += map(_to_frame, part.values())
     return Done(batch, parts, outcome.version, outcome.forwards, run_us), tuple(frames)
 
@@ -197,7 +197,11 @@ def failed(work: Batch | Tokenize, message: str, code: str, version: int) -> Don
     return Done(work.batch, [PartDone(code=code, message=message)] * len(work.parts), version, forwards=0)
 
 
-def _to_frame(array: Floats) -> Frame:
+def _described(name: str, values: Floats | Ids) -> FrameSpec:
+    return FrameSpec(name, "int32" if values.dtype == np.int32 else "float32", values.shape)
+
+
+def _to_frame(array: Floats | Ids) -> Frame:
     if array.nbytes < _COPY_BELOW:
         return array.tobytes()
     return np.ascontiguousarray(array).data.cast("B")

@@ -159,8 +159,9 @@ class NewTokens(NamedTuple):
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.
 Emit = Callable[[NewTokens], None]
-#: The frames that answer a part, by name: float32, with a row for each of its rows. The operation says which they are.
-Outputs = dict[str, Floats]
+#: The frames that answer a part, by name: float32 or, of token ids, int32, with a row for each of its rows. The operation says
+#: which they are.
+Outputs = dict[str, Floats | Ids]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from typing import Any, Final, Unpack, cast
 
 import numpy as np
 
-from enginepool.client.arguments import Ids, bad, check_options
-from enginepool.client.payload import Payload, check_labels, encode_pairs, encode_shared
-from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
+from enginepool.client.arguments import Ids, bad, check_int, check_options
+from enginepool.client.payload import Ids32, Payload, check_labels, encode_pairs, encode_shared
+from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, frame_of
 from enginepool.client.row_calls import RowCalls, TruncatedOptions
 from enginepool.errors import Malformed
+from enginepool.protocol.basis import Dtype
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import MAX_PLACE_LABELS, Logprobs, Result
+from enginepool.protocol.messages import MAX_PLACE_LABELS, MAX_TOP_LOGPROBS, Logprobs, Result
 
 #: What the wire calls the arguments of `logprobs`.
 _NAMES: Final = {"query": "prompts", "items": "responses", "labels": "label_token_ids", "timeout_ms": "timeout"}
@@ -22,6 +23,7 @@ class LogprobsOptions(TruncatedOptions, total=False):
     """The options of `Pool.logprobs`, which says what each one does."""
 
     label_token_ids: Ids | None
+    top_logprobs: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,8 @@ class LogprobsResult:
         logprobs: for each response, float32 [tokens]: the natural logarithm of the probability of each of its tokens.
         labels: for each response, float32 [tokens, labels]: that of each label in the place of that token, in the order asked;
             None where no labels were asked for.
+        top_ids, top_logprobs: for each response, int32 and float32 [tokens, k]: the k most probable tokens in the place of that
+            token, the most probable first; None where none were asked for.
         version: version of the weights that computed every row.
         forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:
             1 is whole.
@@ -49,6 +53,8 @@ class LogprobsResult:
     usage: RequestUsage
     truncated: int = 0
     workers: tuple[str, ...] = ()
+    top_ids: tuple[Ids32, ...] | None = None
+    top_logprobs: tuple[Floats, ...] | None = None
 
 
 class LogprobsCalls(RowCalls):
@@ -68,6 +74,8 @@ class LogprobsCalls(RowCalls):
             responses: token ids of each response (also a two-dimensional array: a row each). None is empty.
             label_token_ids: tokens whose log-probabilities are wanted in the place of each token of a response as well, at most
                 64. Default: None.
+            top_logprobs: so many of the most probable tokens are wanted in the place of each token of a response as well, at
+                most 20. Default: 0.
             group: may be left out where the pool has one group.
             truncation: prompts that are too long with their response are refused (`error`, the default), or cut on the `left`:
                 one prompt for all responses by the longest of them. No response is cut.
@@ -86,9 +94,10 @@ class LogprobsCalls(RowCalls):
         check_options("logprobs", options, LogprobsOptions)
         labels = check_labels(options.get("label_token_ids"), MAX_PLACE_LABELS)
         specs, frames = _encode(prompts, responses)
-        request = Logprobs(id=0, frames=specs, labels=labels)
+        top = check_int("top_logprobs", options.get("top_logprobs", 0), 0, MAX_TOP_LOGPROBS)
+        request = Logprobs(id=0, frames=specs, labels=labels, top_logprobs=top)
         lengths = np.frombuffer(frames[-1], np.uint32)
-        return _read(*await self._submit(request, frames, _NAMES, options), lengths, len(labels))
+        return _read(*await self._submit(request, frames, _NAMES, options), lengths, len(labels), top)
 
 
 def _encode(prompts: Any, responses: Any) -> Payload:
@@ -124,23 +133,29 @@ def _is_one(prompts: Any) -> bool:
     return isinstance(first, int | np.integer)
 
 
-def _read(result: Result, frames: Sequence[Buffer], lengths: Any, labels: int) -> LogprobsResult:
+def _read(result: Result, frames: Sequence[Buffer], lengths: Any, labels: int, top: int) -> LogprobsResult:
     """The result in an answer whose frames are of the announced lengths; the arrays are the caller's to change.
 
     Raises:
         Malformed: there are no log-probabilities, or not as many as responses have tokens.
     """
     sizes: list[int] = lengths.tolist()
-    rows = _rows(result, frames, "logprobs", sizes, max(sizes))
-    if not labels:
-        return LogprobsResult(rows, None, *figures(result))
-    places = _rows(result, frames, "labels", [size * labels for size in sizes], max(sizes) * labels)
-    return LogprobsResult(rows, tuple(row.reshape(-1, labels) for row in places), *figures(result))
+    rows = _rows(result, frames, "logprobs", sizes)
+    return LogprobsResult(
+        tuple(row.reshape(-1) for row in rows),
+        _rows(result, frames, "labels", sizes, labels) if labels else None,
+        *figures(result),
+        top_ids=_rows(result, frames, "top_ids", sizes, top, "int32") if top else None,
+        top_logprobs=_rows(result, frames, "top_logprobs", sizes, top) if top else None,
+    )
 
 
-def _rows(result: Result, frames: Sequence[Buffer], name: str, sizes: Sequence[int], columns: int) -> tuple[Floats, ...]:
-    """The rows of a frame, each cut to its size."""
-    found = float_frame(result, frames, name)
+def _rows(
+    result: Result, frames: Sequence[Buffer], name: str, sizes: Sequence[int], width: int = 1, dtype: Dtype = "float32"
+) -> tuple[Any, ...]:
+    """The rows of a frame, each cut to its size: arrays [tokens, width]."""
+    found = frame_of(result, frames, name, dtype)
+    columns = max(sizes) * width
     if found is None or found.shape != (len(sizes), columns):
-        raise Malformed(f"the answer holds no {name} float32 [{len(sizes)}, {columns}]", field=name)
-    return tuple(row[:size] for row, size in zip(found, sizes, strict=True))
+        raise Malformed(f"the answer holds no {name} {dtype} [{len(sizes)}, {columns}]", field=name)
+    return tuple(row[: size * width].reshape(-1, width) for row, size in zip(found, sizes, strict=True))

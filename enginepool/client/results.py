@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from enginepool.errors import EngineFailed, Malformed
+from enginepool.protocol.basis import Dtype
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Result
 from enginepool.protocol.messages.weight_reports import WeightsReport
@@ -33,9 +34,16 @@ class RequestTimings(NamedTuple):
 
 def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: str, *, writable: bool = True) -> Floats | None:
     """The float32 frame of this name in an answer, or None. A `writable` array may be a copy."""
+    return frame_of(answer, frames, name, "float32", writable=writable)
+
+
+def frame_of(
+    answer: Result | WeightsReport, frames: Sequence[Buffer], name: str, dtype: Dtype, *, writable: bool = True
+) -> npt.NDArray[Any] | None:
+    """The frame of this name and dtype in an answer, or None. A `writable` array may be a copy."""
     for spec, frame in zip(answer.frames, frames, strict=True):
-        if spec.name == name and spec.dtype == "float32":
-            array = np.frombuffer(frame, np.float32).reshape(spec.shape)
+        if spec.name == name and spec.dtype == dtype:
+            array = np.frombuffer(frame, dtype).reshape(spec.shape)
             return array if array.flags.writeable or not writable else array.copy()
     return None
 

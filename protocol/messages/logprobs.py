@@ -16,9 +16,10 @@ class Logprobs(Message, tag="logprobs"):
     `item_lengths`: the prompts and the responses, int32 token ids; each has at least one.
 
     `labels`: token ids whose log-probabilities are wanted at each token of a response as well. `truncation`: of prompts, on
-    the left.
-    Frames of the answer: `logprobs` float32 [responses, longest], then `labels` float32 [responses, longest * labels] if asked.
-    A row has its values first; the rest is 0.
+    the left. `top_logprobs`: so many of the most probable tokens are wanted at each token of a response.
+    Frames of the answer: `logprobs` float32 [responses, longest], then, if asked for, `labels` float32
+    [responses, longest * labels], `top_ids` int32 and `top_logprobs` float32 [responses, longest * top_logprobs]. A row has its
+    values first; the rest is 0.
     """
 
     id: int
@@ -30,6 +31,7 @@ class Logprobs(Message, tag="logprobs"):
     min_version: int = 0
     version: int | None = None
     truncation: Truncation = ""
+    top_logprobs: int = 0
 
     @property
     def values(self) -> int:
@@ -38,4 +40,4 @@ class Logprobs(Message, tag="logprobs"):
 
     def columns(self, frames: Sequence[bytes | memoryview]) -> int:
         """Columns of its answer, as far as the request tells."""
-        return max(memoryview(frames[-1]).cast("I"), default=0) * (1 + len(self.labels))
+        return max(memoryview(frames[-1]).cast("I"), default=0) * (1 + len(self.labels) + 2 * self.top_logprobs)

@@ -85,6 +85,7 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     normalize: bool = True
     columns: int = 0
     temperature: float = 1.0
+    top_logprobs: int = 0
 
 
 class Batch(Message, tag="batch"):

@@ -17,7 +17,9 @@ from tests.core.machines import CAN, Pool, codes, config, failures, results, wor
 BOTH = msgspec.structs.replace(CAN, operations=("score", "logprobs"))
 
 
-def asked(prompts: list[int] | int, responses: list[int], *, labels: list[int] | None = None, first: int = 0) -> Work:
+def asked(
+    prompts: list[int] | int, responses: list[int], *, labels: list[int] | None = None, first: int = 0, top: int = 0
+) -> Work:
     """Prompts and responses of these lengths; one number: one prompt for all."""
     shared = isinstance(prompts, int)
     heads: list[int] = [prompts] if isinstance(prompts, int) else prompts
@@ -28,7 +30,7 @@ def asked(prompts: list[int] | int, responses: list[int], *, labels: list[int] |
     frames += [ids.tobytes(), np.array(responses, np.uint32).tobytes()]
     if shared:
         del specs[1], frames[1]
-    return LOGPROBS.open(Logprobs(1, specs, labels=labels or []), frames)
+    return LOGPROBS.open(Logprobs(1, specs, labels=labels or [], top_logprobs=top), frames)
 
 
 def refused(prompts: list[int] | int, responses: list[int], labels: list[int] | None = None) -> tuple[str, str, str]:
@@ -64,6 +66,7 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
         return wrong.field, wrong.limit
 
     assert refusal(asked(2, [3], labels=[5, BOTH.vocab]), BOTH) == ("labels", str(BOTH.vocab))
+    assert refusal(asked(2, [3], top=6), msgspec.structs.replace(BOTH, vocab=5)) == ("top_logprobs", "5")
     assert refusal(asked(2, [3], first=995), msgspec.structs.replace(BOTH, vocab=996)) == ("items[0][1]", "996")
     assert refusal(asked([3, 3], [1, BOTH.context]), BOTH) == ("items[1]", str(BOTH.context))
     assert refusal(asked(2, [3]), CAN) == ("type", "score")
@@ -87,11 +90,13 @@ def test_an_answer_is_charged_by_its_longest_response_and_labels() -> None:
     content = asked(2, [3, 7, 1], labels=[5, 6])
     assert charge(content, None)[0] == 512 + 3 * (2 + 4 * 7 * 3)
     assert request_bytes(content) == 2048 + 40 * 2 + content.nbytes
+    content = asked(2, [3, 7, 1], labels=[5, 6], top=4)
+    assert charge(content, None)[0] == 512 + 3 * (2 + 4 * 7 * (3 + 2 * 4))
 
 
 def test_a_client_counts_the_same_columns() -> None:
-    for content in (asked(2, [3, 7, 1]), asked([1, 2], [4, 4], labels=[5, 6, 7])):
-        message = Logprobs(1, content.part.frames, labels=content.part.labels)
+    for content in (asked(2, [3, 7, 1]), asked([1, 2], [4, 4], labels=[5, 6, 7]), asked(2, [3, 5], top=7)):
+        message = Logprobs(1, content.part.frames, labels=content.part.labels, top_logprobs=content.part.top_logprobs)
         assert message.columns(content.frames) == sum(columns for _, columns in LOGPROBS.outputs(content, None))
         assert message.values == content.values
 
@@ -113,7 +118,7 @@ def done(pool: Pool, batch: object, shapes: list[list[tuple[str, tuple[int, int]
     assert isinstance(batch, Batch)
     outcomes = [
         ev.Outcome(
-            [FrameSpec(name, "float32", shape) for name, shape in part],
+            [FrameSpec(name, "int32" if name == "top_ids" else "float32", shape) for name, shape in part],
             [np.full(shape, i, np.float32).tobytes() for _, shape in part],
         )
         for i, part in enumerate(shapes)
@@ -124,17 +129,18 @@ def done(pool: Pool, batch: object, shapes: list[list[tuple[str, tuple[int, int]
 def test_requests_share_a_batch_with_each_other_and_none_with_a_score() -> None:
     pool = Pool(forwards_in_flight=1)
     link = pool.client()
-    for id_, content in enumerate((asked(1, [2]), work(1), asked([3], [4], labels=[1, 2]), work(2))):
+    for id_, content in enumerate((asked(1, [2]), work(1), asked([3], [4], labels=[1, 2], top=3), work(2))):
         pool.submit(link, id_, content)
     pool.worker(can=BOTH)
     operations = [{part.operation for part in sent.message.parts} for sent in pool.batches if isinstance(sent.message, Batch)]
     assert operations == [{"logprobs"}, {"score"}]
     first = pool.batches[0].message
     assert isinstance(first, Batch) and [(part.columns, part.labels) for part in first.parts] == [(2, []), (4, [1, 2])]
-    done(pool, first, [[("logprobs", (1, 2))], [("logprobs", (1, 4)), ("labels", (1, 8))]])
+    top = [("top_ids", (1, 12)), ("top_logprobs", (1, 12))]
+    done(pool, first, [[("logprobs", (1, 2))], [("logprobs", (1, 4)), ("labels", (1, 8)), *top]])
     answered = results(pool.sent)
     shapes = {id_: [(spec.name, spec.shape) for spec in answer.frames] for id_, answer in answered.items()}
-    assert shapes == {0: [("logprobs", (1, 2))], 2: [("logprobs", (1, 4)), ("labels", (1, 8))]}
+    assert shapes == {0: [("logprobs", (1, 2))], 2: [("logprobs", (1, 4)), ("labels", (1, 8)), *top]}
 
 
 def test_a_request_that_is_cut_is_answered_in_rows_of_its_longest_response() -> None:

@@ -21,9 +21,11 @@ RESPONSES = [[21], [22, 23, 24, 25, 26, 27, 28], [29, 30], [31, 5, 6, 31]]
 LABELS = [40, 7, 299]
 
 
-def part(prompts: list[list[int]] | list[int], responses: list[list[int]], labels: list[int] | None = None) -> RowPart:
+def part(
+    prompts: list[list[int]] | list[int], responses: list[list[int]], labels: list[int] | None = None, top: int = 0
+) -> RowPart:
     """Prompts of their own, or one for all responses."""
-    asked = Part([], labels=labels or [], operation="logprobs", columns=max(map(len, responses)))
+    asked = Part([], labels=labels or [], operation="logprobs", columns=max(map(len, responses)), top_logprobs=top)
     items = np.array([token for row in responses for token in row], np.int32)
     rows = [one if isinstance(one, list) else [one] for one in prompts]
     query = np.array([token for row in rows for token in row], np.int32)
@@ -54,7 +56,8 @@ def run(engine: HostedEngine, *parts: RowPart) -> BatchOutcome:
 def check(model: LanguageModel, asked: RowPart, found: Outputs | EngineError) -> None:
     assert isinstance(found, dict), found
     labels = list(asked.asked.labels)
-    assert set(found) == ({"logprobs", "labels"} if labels else {"logprobs"})
+    top = asked.asked.top_logprobs
+    assert [*found] == ["logprobs", *(["labels"] if labels else []), *(["top_ids", "top_logprobs"] if top else [])]
     for i, (row, size) in enumerate(zip(asked.prompts(), asked.item_lengths.tolist(), strict=True)):
         want = model.logprobs(row)[-size - 1 : -1]
         np.testing.assert_allclose(found["logprobs"][i, :size], want[range(size), row[-size:]], rtol=1e-4, atol=1e-5)
@@ -63,6 +66,11 @@ def check(model: LanguageModel, asked: RowPart, found: Outputs | EngineError) ->
             values = found["labels"][i].reshape(-1, len(labels))
             np.testing.assert_allclose(values[:size], want[:, labels], rtol=1e-4, atol=1e-5)
             assert not values[size:].any()
+        if top:
+            ids, values = (found[name][i].reshape(-1, top) for name in ("top_ids", "top_logprobs"))
+            np.testing.assert_array_equal(ids[:size], np.argsort(-want, kind="stable")[:, :top])
+            np.testing.assert_allclose(values[:size], -np.sort(-want)[:, :top], rtol=1e-4, atol=1e-5)
+            assert ids.dtype == np.int32 and not ids[size:].any() and not values[size:].any()
 
 
 def test_a_causal_engine_that_scores_gives_logprobs_too(engine: HostedEngine) -> None:
@@ -81,6 +89,22 @@ def test_logprobs_equal_those_of_transformers_in_one_forward(engine: HostedEngin
 @pytest.mark.every_version
 def test_labels_are_answered_at_every_token_also_where_others_ask_for_none(engine: HostedEngine, model: LanguageModel) -> None:
     parts = [part(PROMPTS, RESPONSES), part([3, 4, 5], RESPONSES, LABELS), part([[7]], [[8]], [8]), part(PROMPTS, RESPONSES)]
+    outcome = run(engine, *parts)
+    assert outcome.forwards == 1
+    for asked, found in zip(parts, outcome.parts, strict=True):
+        check(model, asked, found)
+
+
+@pytest.mark.every_version
+def test_the_most_probable_tokens_are_answered_at_every_token_and_each_part_has_as_many_as_it_asked_for(
+    engine: HostedEngine, model: LanguageModel
+) -> None:
+    parts = [
+        part(PROMPTS, RESPONSES, top=20),
+        part([3, 4, 5], RESPONSES),
+        part([[7]], [[8]], LABELS, top=1),
+        part(PROMPTS, RESPONSES, top=3),
+    ]
     outcome = run(engine, *parts)
     assert outcome.forwards == 1
     for asked, found in zip(parts, outcome.parts, strict=True):
@@ -121,9 +145,9 @@ def test_a_forward_whose_vocabulary_is_computed_in_pieces_gives_the_same(
     try:
         parts = [
             part(PROMPTS, RESPONSES),
-            part([3, 4, 5], RESPONSES, LABELS),
+            part([3, 4, 5], RESPONSES, LABELS, top=2),
             part([[7]], [[8]], [8]),
-            part(PROMPTS, RESPONSES),
+            part(PROMPTS, RESPONSES, top=5),
         ]
         outcome = run(engine, *parts)
         assert outcome.forwards == 1
@@ -140,15 +164,17 @@ def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, model: LanguageM
         replace(good, asked=Part([], operation="logprobs", columns=6)),
         replace(part([3], RESPONSES), query=np.empty(0, np.int32)),
         part(PROMPTS, RESPONSES, [512]),
+        part(PROMPTS, RESPONSES, top=513),
     ]
     outcome = run(engine, *wrong, good)
-    assert [str(one) for one in outcome.parts[:3]] == [
+    assert [str(one) for one in outcome.parts[:4]] == [
         "a response has 7 tokens; 1 to columns = 6",
         "a row has no prompt before its response",
         "a label is outside 0..511",
+        "top_logprobs: 513; 0 to 512",
     ]
-    assert all(isinstance(one, EngineError) for one in outcome.parts[:3])
-    check(model, good, outcome.parts[3])
+    assert all(isinstance(one, EngineError) for one in outcome.parts[:4])
+    check(model, good, outcome.parts[4])
 
 
 @pytest.mark.every_version

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from enginepool.protocol.basis import Dtype
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
@@ -167,8 +168,11 @@ class FakeCoordinator:
                 return
             rows, longest = len(payload[-1]) // 4, int(np.frombuffer(payload[-1], np.uint32).max()) - self.short_rows
             sizes = [("logprobs", longest)] + ([("labels", longest * len(message.labels))] if message.labels else [])
-            values = [-np.arange(rows * size, dtype=np.float32).reshape(rows, size) for _, size in sizes]
-            specs = [FrameSpec(name, "float32", (rows, size)) for name, size in sizes]
+            if top := longest * message.top_logprobs:
+                sizes += [("top_ids", top), ("top_logprobs", top)]
+            types: dict[str, Dtype] = {"top_ids": "int32"}
+            values = [-np.arange(rows * size).reshape(rows, size).astype(types.get(name, "float32")) for name, size in sizes]
+            specs = [FrameSpec(name, types.get(name, "float32"), (rows, size)) for name, size in sizes]
             result = Result(message.id, 2, [1], Usage(rows, len(payload[0])), Timings(1500, 2_000_000), specs)
             self._send(link, result, [one.tobytes() for one in values])
         elif isinstance(message, Score):

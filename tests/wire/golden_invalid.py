@@ -425,6 +425,7 @@ def _responses() -> list[Invalid]:
         _logprobs("logprobs-own-prompt-empty", "row 1", bad, "query[1]", stage=c, arrays=one),
         _logprobs("logprobs-label-negative", "a token id is at least 0", bad, "labels", stage=c, labels=[5, -1]),
         _logprobs("logprobs-labels-too-many", "at most 64", bad, "labels", stage=c, labels=[5] * 65),
+        _logprobs("logprobs-top-many", "at most 20", bad, "top_logprobs", stage=c, top_logprobs=21),
         _logprobs("logprobs-by-classifier", "it predicts no tokens", bad, "type", stage=m, model="classifier"),
     ]
 

@@ -18,6 +18,8 @@ ITEM_LENGTHS = lengths("item_lengths", 2, 1)
 EMBEDDINGS = floats("embeddings", (2, 2), 1.0, 0.0, 0.0, -1.0)
 LOGPROBS = floats("logprobs", (2, 2), -0.25, -1.5, -2.0, 0.0)
 LABELS = floats("labels", (2, 4), -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 0.0, 0.0)
+TOP_IDS = Array("top_ids", "int32", (2, 4), (21, 7, 22, 8, 23, 9, 0, 0))
+TOP_LOGPROBS = floats("top_logprobs", (2, 4), -0.25, -1.0, -1.5, -1.75, -2.0, -3.0, 0.0, 0.0)
 SCORES = floats("scores", (2, 2), 0.75, 0.25, 0.5, 0.5)
 
 CAUSAL: dict[str, Any] = {
@@ -187,6 +189,7 @@ def _from_client() -> list[Valid]:
                 "min_version": 4,
                 "version": 5,
                 "truncation": "left",
+                "top_logprobs": 2,
             },
             _PAIRS,
         ),
@@ -351,6 +354,21 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(LOGPROBS, LABELS),
             },
             (LOGPROBS, LABELS),
+        ),
+        Valid(
+            "result-logprobs-top",
+            way,
+            "the answer to `logprobs`, with the two most probable ids in the place of each id",
+            {
+                "type": "result",
+                "id": 2,
+                "version": 3,
+                "forwards": [1],
+                "usage": [2, 6],
+                "timings": [150, 4200],
+                "frames": _specs(LOGPROBS, TOP_IDS, TOP_LOGPROBS),
+            },
+            (LOGPROBS, TOP_IDS, TOP_LOGPROBS),
         ),
         Valid(
             "result",
@@ -742,13 +760,13 @@ def _from_worker() -> list[Valid]:
         Valid(
             "done-logprobs",
             way,
-            "a batch of `logprobs` is finished: one part without labels, and one with two",
+            "a batch of `logprobs` is finished: one part without more, and one with two labels and the two most probable ids",
             {
                 "type": "done",
                 "batch": [EPOCH, 8],
-                "parts": [{"frames": _specs(LOGPROBS)}, {"frames": _specs(LOGPROBS, LABELS)}],
+                "parts": [{"frames": _specs(LOGPROBS)}, {"frames": _specs(LOGPROBS, LABELS, TOP_IDS, TOP_LOGPROBS)}],
             },
-            (LOGPROBS, LOGPROBS, LABELS),
+            (LOGPROBS, LOGPROBS, LABELS, TOP_IDS, TOP_LOGPROBS),
         ),
         Valid(
             "done-hidden",
@@ -893,7 +911,7 @@ def _to_worker() -> list[Valid]:
                 "batch": [EPOCH, 8],
                 "parts": [
                     {"frames": _specs(*one), "operation": "logprobs", "columns": 2},
-                    {"frames": _specs(*_PAIRS), "labels": [5, 6], "operation": "logprobs", "columns": 7},
+                    {"frames": _specs(*_PAIRS), "labels": [5, 6], "operation": "logprobs", "columns": 7, "top_logprobs": 2},
                 ],
             },
             (*one, *_PAIRS),

@@ -41,13 +41,25 @@ def test_one_prompt_for_all_responses_travels_once_and_rows_come_back_cut(coordi
 
 @pytest.mark.parametrize("prompts", [[[1], [2, 7]], (np.array([1]), np.array([2, 7], np.uint8))])
 def test_prompts_of_their_own_and_every_option_travel(coordinator: FakeCoordinator, prompts: Any) -> None:
-    options = {"group": "g", "label_token_ids": [8, 9], "priority": -3, "timeout": 30, "min_version": 4, "version": 5}
+    options = {
+        "group": "g",
+        "label_token_ids": [8, 9],
+        "top_logprobs": 3,
+        "priority": -3,
+        "timeout": 30,
+        "min_version": 4,
+        "version": 5,
+    }
     result = ask(coordinator, prompts, [[3], [4, 5]], **options)
-    assert result.labels is not None
+    assert result.labels is not None and result.top_ids is not None and result.top_logprobs is not None
+    assert [row.tolist() for row in result.top_ids] == [[[0, -1, -2]], [[-6, -7, -8], [-9, -10, -11]]]
+    assert all(row.dtype == np.int32 and row.flags.writeable for row in result.top_ids)
+    assert [row.shape for row in result.top_logprobs] == [(1, 3), (2, 3)]
     assert [row.tolist() for row in result.labels] == [[[0.0, -1.0]], [[-4.0, -5.0], [-6.0, -7.0]]]
     [sent] = coordinator.logprobs
     assert [spec.name for spec in sent.frames] == ["query", "query_lengths", "items", "item_lengths"]
     assert (sent.group, sent.labels, sent.priority, sent.min_version, sent.version) == ("g", [8, 9], -3, 4, 5)
+    assert sent.top_logprobs == 3
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
 
 
@@ -68,6 +80,8 @@ WRONG: list[tuple[Any, Any, dict[str, Any], str, str]] = [
     (None, [[2]], {}, "prompts", ""),
     ([1], [[2]], {"label_token_ids": [-1]}, "label_token_ids[0]", "0"),
     ([1], [[2]], {"label_token_ids": [0] * (MAX_PLACE_LABELS + 1)}, "label_token_ids", str(MAX_PLACE_LABELS)),
+    ([1], [[2]], {"top_logprobs": 21}, "top_logprobs", "20"),
+    ([1], [[2]], {"top_logprobs": -1}, "top_logprobs", "0"),
     ([1], [[2]], {"priority": 1001}, "priority", "1000"),
 ]
 

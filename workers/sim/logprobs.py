@@ -1,7 +1,8 @@
 """The log-probabilities of the sim engine: those that `score` gives for the same token after the same tokens.
 
 The value of token t of a response is log(u) of `scores`, where p is the prompt and the tokens before t, and c is t; with labels
-also where c is each label. So a request of scores with `logprobs` for each prefix has the same answer.
+also where c is each label. The most probable tokens in its place are those of the tokens that the sim engine generates. So a
+request of scores with `logprobs` for each prefix has the same answer.
 """
 
 import zlib
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from enginepool.protocol.messages import Part
-from enginepool.workers.engine import EngineError, Floats, Outputs, RowPart
+from enginepool.workers.engine import EngineError, Floats, Ids, Outputs, RowPart
 from enginepool.workers.sim.operation import SimOperation, Weights
 from enginepool.workers.sim.options import SimOptions
 from enginepool.workers.sim.scores import salt_of, uniform
@@ -29,10 +30,10 @@ class SimLogprobs(SimOperation):
         return {}
 
     def outputs(self, part: RowPart, options: SimOptions, weights: Weights, *, hidden: bool) -> Outputs:
-        return logprobs_part(part, weights)
+        return logprobs_part(part, weights, options.vocab)
 
 
-def logprobs_part(part: RowPart, weights: Weights) -> Outputs:
+def logprobs_part(part: RowPart, weights: Weights, vocab: int) -> Outputs:
     """Log-probabilities of the responses of `part`, in rows of `columns`."""
     columns, labels, salt = part.asked.columns, tuple(part.asked.labels), salt_of(weights)
     rows: list[Floats] = []
@@ -51,7 +52,23 @@ def logprobs_part(part: RowPart, weights: Weights) -> Outputs:
         own = [uniform(before[i : i + 1], (token,), salt)[0, 0] for i, token in enumerate(response)]
         rows.append(_padded(np.array(own, np.float32), columns))
         more.append(_padded(uniform(before, labels, salt).reshape(-1), columns * len(labels)))
-    return {"logprobs": np.stack(rows)} | ({"labels": np.stack(more)} if labels else {})
+    outputs: Outputs = {"logprobs": (found := np.stack(rows))}
+    if labels:
+        outputs["labels"] = np.stack(more)
+    return outputs | _most_probable(part, found, vocab) if part.asked.top_logprobs else outputs
+
+
+def _most_probable(part: RowPart, found: Floats, vocab: int) -> Outputs:
+    """The most probable tokens in the place of each token t: t, t + 1, …, each with 1 less than the one before."""
+    top, lengths = part.asked.top_logprobs, part.item_lengths.tolist()
+    ids: Ids = np.zeros((*found.shape, top), np.int32)
+    values: Floats = np.zeros((*found.shape, top), np.float32)
+    steps, first = np.arange(top, dtype=np.int32), 0
+    for row, length in enumerate(lengths):
+        ids[row, :length] = (part.items[first : first + length, None] + steps) % vocab
+        values[row, :length] = found[row, :length, None] - steps
+        first += length
+    return {"top_ids": ids.reshape(len(found), -1), "top_logprobs": values.reshape(len(found), -1)}
 
 
 def expected_logprobs(
@@ -59,6 +76,7 @@ def expected_logprobs(
     responses: Sequence[Sequence[int]],
     *,
     labels: Sequence[int] = (),
+    top: int = 0,
     seed: int = 0,
     version: int = 0,
     digest: str = "",
@@ -69,9 +87,9 @@ def expected_logprobs(
         np.array([token for row in responses for token in row], np.int32),
         np.array([len(row) for row in responses], np.uint32),
         np.array([len(row) for row in prompts], np.uint32),
-        Part([], labels=list(labels), operation="logprobs", columns=max(map(len, responses))),
+        Part([], labels=list(labels), operation="logprobs", columns=max(map(len, responses)), top_logprobs=top),
     )
-    return logprobs_part(part, Weights(seed, version, digest))
+    return logprobs_part(part, Weights(seed, version, digest), SimOptions().vocab)
 
 
 def _padded(values: Floats, columns: int) -> Floats:

@@ -7,6 +7,7 @@ trusted.
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.base import ID_FRAMES
 from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.protocol.capabilities import MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
@@ -102,14 +103,18 @@ def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
         specs = outcome.specs
         if len(specs) == len(want):
             for spec, (name, columns) in zip(specs, want):  # noqa: B905 (as many; `strict` takes longer)
-                if spec.name != name or spec.dtype != "float32" or spec.shape != (rows, columns):
+                if spec.name != name or spec.dtype != _dtype(name) or spec.shape != (rows, columns):
                     break
             else:
                 continue
         got = [f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in specs]
-        asked = [f"{name} float32 {[rows, columns]}" for name, columns in want]
+        asked = [f"{name} {_dtype(name)} {[rows, columns]}" for name, columns in want]
         return f"answered {', '.join(got) or 'no frames'} where {', '.join(asked)} was asked"
     return ""
+
+
+def _dtype(name: str) -> str:
+    return "int32" if name in ID_FRAMES else "float32"
 
 
 def usual(batch: RunningBatch, e: ev.BatchDone) -> bool:

@@ -64,6 +64,9 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 W = TypeVar("W", bound=Work, contravariant=True)
 
+#: Frames of answers that hold token ids, int32. All others are float32.
+ID_FRAMES = frozenset({"top_ids"})
+
 
 class Operation(Protocol[W]):
     """One operation of the row shape."""
@@ -101,7 +104,7 @@ class Operation(Protocol[W]):
         return bad("type", f"type: {self.name} needs plain workers, and this group has packed workers only", "")
 
     def outputs(self, work: W, can: Capabilities | None) -> Sequence[tuple[str, int]]:
-        """(name, columns) of the float32 frames of its answer, which have one row for each row of `work`.
+        """(name, columns) of the frames of its answer, which have one row for each row of `work`: float32, but for `ID_FRAMES`.
 
         Without capabilities, as no worker was ready yet: an upper bound of usual models.
         """

@@ -11,7 +11,7 @@ import numpy as np
 from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, refuse_length, signature
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import MAX_PLACE_LABELS, Capabilities, Logprobs, Part, TaskId, Tokenize
+from enginepool.protocol.messages import MAX_PLACE_LABELS, MAX_TOP_LOGPROBS, Capabilities, Logprobs, Part, TaskId, Tokenize
 from enginepool.protocol.ragged import MAX_TOKENS, PAIRED, SHARED, bad, read_rows
 
 _SIGNATURE = signature(3)
@@ -36,13 +36,17 @@ class LogprobsOperation(Operation[Work]):
             if not 0 <= label < MAX_TOKENS:
                 most = str(MAX_TOKENS - 1)
                 raise bad("labels", f"labels[{i}]: {label}; a token id is 0 to {most}", most)
+        if not 0 <= message.top_logprobs <= MAX_TOP_LOGPROBS:
+            most = str(MAX_TOP_LOGPROBS)
+            raise bad("top_logprobs", f"top_logprobs: {message.top_logprobs}; 0 to {most}", most)
         rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, (SHARED, PAIRED), "a request for logprobs")
         if text:
             raise bad("items", f"items: {_TEXT}", "int32")
         columns = _longest_response(frames)
-        part = Part(specs, labels, operation=self.name, columns=columns)
+        part = Part(specs, labels, operation=self.name, columns=columns, top_logprobs=message.top_logprobs)
         versions = message.min_version, message.version
-        digest = hash((self.name, message.group, tuple(labels), *versions, message.truncation, len(specs), *frames))
+        wanted = tuple(labels), message.top_logprobs
+        digest = hash((self.name, message.group, wanted, *versions, message.truncation, len(specs), *frames))
         nbytes = sum(map(len, frames))
         return Work(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, False, nbytes, digest, part, tuple(frames), shared,
@@ -53,13 +57,18 @@ class LogprobsOperation(Operation[Work]):
         labels = work.part.labels
         if labels and (label := max(labels)) >= can.vocab:
             return bad("labels", f"labels: id {label} is outside the vocabulary of {can.vocab}", str(can.vocab))
+        if (top := work.part.top_logprobs) > can.vocab:
+            return bad("top_logprobs", f"top_logprobs: {top}; the vocabulary has {can.vocab} tokens", str(can.vocab))
         return refuse_ids(work, can) or (refuse_length(work, can) if alone else None)
 
     def outputs(self, work: Work, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         part = work.part
-        if not part.labels:
-            return (("logprobs", part.columns),)
-        return (("logprobs", part.columns), ("labels", part.columns * len(part.labels)))
+        found = [("logprobs", part.columns)]
+        if part.labels:
+            found.append(("labels", part.columns * len(part.labels)))
+        if top := part.columns * part.top_logprobs:
+            found += [("top_ids", top), ("top_logprobs", top)]
+        return found
 
     def knows_outputs(self, work: Work, can: Capabilities | None) -> bool:
         return True

@@ -25,6 +25,7 @@ class Prompts:
 
     ids: token ids of each prompt. labels: of each prompt, those of its rows, each once.
     responses: where in each prompt its item begins; [] where that is not known: of sequences, and of queries alone.
+    tops: how many of the most probable tokens are wanted at each place of each prompt; None: of no prompt.
     runs: (part, first row, end) in order, of the rows of all prompts; packed, of each prompt.
     delimiters: packed, where in each prompt the delimiters stand, one more than it has rows; None where a prompt is a row.
     """
@@ -34,6 +35,7 @@ class Prompts:
     runs: list[Runs]
     delimiters: list[list[int]] | None = None
     responses: list[int] = field(default_factory=list[int])
+    tops: list[int] | None = None
 
     @property
     def packed(self) -> bool:
@@ -75,7 +77,8 @@ def plain_prompts(parts: Sequence[RowPart]) -> Prompts:
             labels += [list(dict.fromkeys(own)) for own in part.labels.tolist()]
         responses += [length - item for length, item in zip(part.lengths, part.item_lengths.tolist(), strict=True)]
         runs.append((i, 0, len(rows)))
-    return Prompts(ids, labels, [runs], responses=responses)
+    tops = [part.asked.top_logprobs for part in parts for _ in range(part.item_lengths.size)]
+    return Prompts(ids, labels, [runs], responses=responses, tops=tops if any(tops) else None)
 
 
 def packed_prompts(parts: Sequence[RowPart], context: int, delimiter: int) -> Prompts:
