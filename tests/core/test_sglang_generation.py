@@ -187,6 +187,12 @@ def test_grammars_and_stop_strings_need_a_tokenizer() -> None:
     assert generation_features({"grammar_backend": "xgrammar", "skip_tokenizer_init": True}, True) == ()
 
 
+def test_an_engine_says_that_it_is_deterministic() -> None:
+    for option in ("enable_deterministic_inference", "rl_on_policy_target"):
+        assert generation_features({option: True}, False) == ("deterministic",)
+    assert generation_features({"enable_deterministic_inference": False, "rl_on_policy_target": None}, False) == ()
+
+
 def test_logit_processors_run_where_sglang_calls_them_for_each_token_and_says_its_position() -> None:
     on = {"enable_custom_logit_processor": True}
     assert generation_features(on, False) == ("logit_processors",)

@@ -12,6 +12,7 @@ from enginepool.workers.sglang.host.settings import (
     SettingsError,
     budgets,
     engine_kwargs,
+    is_deterministic,
     refuse_impossible,
     reserved,
 )
@@ -185,6 +186,24 @@ def test_a_packed_engine_is_started_as_multi_item_scoring_needs_it() -> None:
 def test_packing_on_a_cpu_is_refused_with_the_reason() -> None:
     with pytest.raises(SettingsError, match=r"FlashInfer.* runs on CUDA; the device is cpu"):
         wanted("cpu", packed=True)
+
+
+def test_the_deterministic_mode_is_taken_on_a_gpu_and_refused_on_a_cpu_with_the_reason() -> None:
+    options: dict[str, Any] = {"enable_deterministic_inference": True}
+    known = PACKED_KNOWN | {*options}
+    assert engine_kwargs(wanted(options=options), known)["enable_deterministic_inference"] is True
+    assert engine_kwargs(wanted(packed=True, options=options), known)["enable_deterministic_inference"] is True
+    with pytest.raises(SettingsError, match="enable_deterministic_inference=True is refused on a CPU: SGLang"):
+        wanted("cpu", options=options)
+    wanted("cpu", options={"enable_deterministic_inference": False})
+    budgets(wanted(options=options), running(settings=options))
+    assert is_deterministic(options) and not is_deterministic({"enable_deterministic_inference": False})
+
+
+def test_cached_queries_are_refused_where_the_deterministic_mode_turns_the_radix_cache_off() -> None:
+    settings = wanted(cached_query_tokens=100, options={"enable_deterministic_inference": True})
+    with pytest.raises(SettingsError, match="radix cache, which is off"):
+        budgets(settings, running(settings={"disable_radix_cache": True}))
 
 
 def test_an_sglang_without_multi_item_scoring_is_refused_by_the_missing_setting() -> None:

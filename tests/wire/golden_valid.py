@@ -536,7 +536,16 @@ def _to_client() -> list[Valid]:
                 "type": "status_report",
                 "epoch": EPOCH,
                 "groups": [
-                    {"name": "policy", "limits": {"kind": "causal", "vocab": 1000, "context": 16, "items": 1000000}},
+                    {
+                        "name": "policy",
+                        "limits": {
+                            "kind": "causal",
+                            "vocab": 1000,
+                            "context": 16,
+                            "items": 1000000,
+                            "features": ["deterministic"],
+                        },
+                    },
                     {
                         "name": "reward",
                         "limits": {

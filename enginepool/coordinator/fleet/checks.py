@@ -12,7 +12,8 @@ from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.protocol.capabilities import MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
-#: Sizes that a worker can embed in, and characters of its operations. Each status report and some errors have all of them.
+#: Sizes that a worker can embed in, and characters of its operations, or features. Each status report and some errors have all
+#: of them.
 MAX_NAMES = 1024
 #: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
 MAX_FORWARDS = 2**31
@@ -35,6 +36,7 @@ def impossible(can: Capabilities) -> str:
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
         and 0 < sum(map(len, can.operations)) <= MAX_NAMES
+        and sum(map(len, can.features)) + len(can.features) <= MAX_NAMES
         and len(can.dimensions) <= MAX_NAMES
         and not any(operation.impossible(can) for operation in OPERATIONS.values())
         and (can.separator is None or 0 <= can.separator < can.vocab)

@@ -13,6 +13,7 @@ from enginepool.workers.sglang.host.settings import (
     Budgets,
     Running,
     SettingsError,
+    is_deterministic,
     refuse_unknown_options,
     refuse_values,
     with_fixed,
@@ -127,4 +128,6 @@ def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[s
             features.append("reasoning_parser")
     if settings.get("enable_custom_logit_processor") and not any(settings.get(name) for name in _WITHOUT_PROCESSORS):
         features.append("logit_processors")
+    if is_deterministic(settings):
+        features.append("deterministic")
     return tuple(features)

@@ -7,7 +7,7 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features
-from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, reserved
+from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, is_deterministic, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
@@ -55,6 +55,8 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         operation.refuse_settings(settings, running.settings)
     config = tm.model_config.hf_config
     crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
+    features = ("chat_template",) if has_template(tokenizer) and not crossing else ()
+    features += ("deterministic",) if is_deterministic(running.settings) else ()
     return Capabilities(
         kind=operations[0].kind,
         operations=settings.operations or names,
@@ -63,7 +65,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         engine=f"sglang {version}",
         device=settings.device,
         text=tokenizer is not None,
-        features=("chat_template",) if has_template(tokenizer) and not crossing else (),
+        features=features,
         max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",

@@ -63,6 +63,16 @@ def refuse_impossible(settings: EngineSettings) -> None:
         raise SettingsError("cached_query_tokens is for plain workers: a packed one computes a query once as it is")
     if settings.packed and settings.device != "cuda":
         raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {settings.device}")
+    for name in _DETERMINISTIC:
+        if settings.device == "cpu" and (value := settings.options.get(name)):
+            raise SettingsError(
+                f"engine option {name}={value!r} is refused on a CPU: SGLang's batch-invariant kernels need a GPU"
+            )
+
+
+def is_deterministic(resolved: Mapping[str, Any]) -> bool:
+    """Whether an engine that runs with the settings `resolved` gives a row the same bits in every batch."""
+    return any(resolved.get(name) for name in _DETERMINISTIC)
 
 
 def token_room(settings: EngineSettings) -> int:
@@ -194,6 +204,9 @@ def _graphs(settings: EngineSettings) -> dict[str, Any]:
         return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
     return {"disable_decode_cuda_graph": True, "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, token_room(settings))}
 
+
+#: The options with which SGLang computes a row with the same bits in every forward.
+_DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")
 
 #: name -> (the values with which batches stay whole, why others are refused). What is absent has SGLang's default: fine.
 _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
