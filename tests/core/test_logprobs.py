@@ -70,6 +70,8 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     assert refusal(asked(2, [3], first=995), msgspec.structs.replace(BOTH, vocab=996)) == ("items[0][1]", "996")
     assert refusal(asked([3, 3], [1, BOTH.context]), BOTH) == ("items[1]", str(BOTH.context))
     assert refusal(asked(2, [3]), CAN) == ("type", "score")
+    wrong = classes_of(asked(2, [79]), msgspec.structs.replace(BOTH, context=80, inflight_tokens=80), None, PLAIN)
+    assert isinstance(wrong, WireError) and wrong.limit == "80" and "max_batch_tokens" in wrong.message
     assert classes_of(asked(2, [3], labels=[5]), BOTH, None, PLAIN) == PLAIN
 
 

@@ -154,6 +154,14 @@ def test_a_forward_whose_vocabulary_is_computed_in_pieces_gives_the_same(
         for asked, found in zip(parts, outcome.parts, strict=True):
             check(model, asked, found)
         meet(engine, model)
+        assert engine.capabilities is not None
+        length = engine.capabilities.context - 5
+        assert length > 400, "a row may be as long as two batches"
+        response = [int(token) for token in np.random.default_rng(2).integers(0, 300, length)]
+        long = part([1, 2, 3, 4, 5], [response], LABELS, top=3)
+        outcome = run(engine, long)
+        assert outcome.forwards == 1
+        check(model, long, outcome.parts[0])
     finally:
         engine.end()
 

@@ -180,7 +180,9 @@ def refuse_length(work: Work, can: Capabilities) -> WireError | None:
     longest = longest_row(can)
     row, length = next((i, n) for i, n in enumerate(row_lengths(work.frames)) if n > longest)
     with_query = " with its query" if len(work.frames) > 2 else ""
-    reserved = ""
+    why = ""
     if can.reserved and longest == can.context:
-        reserved = f": the model's context of {can.context + can.reserved}, less {can.reserved} that the engine reserves"
-    return bad(f"items[{row}]", f"items[{row}]: {length} tokens{with_query}; at most {longest}{reserved}", str(longest))
+        why = f": the model's context of {can.context + can.reserved}, less {can.reserved} that the engine reserves"
+    elif can.context >= can.inflight_tokens and not can.halvings:
+        why = ": a row is one forward, and a worker of this group has no more in flight; see max_batch_tokens"
+    return bad(f"items[{row}]", f"items[{row}]: {length} tokens{with_query}; at most {longest}{why}", str(longest))
