@@ -70,18 +70,27 @@ def test_logprobs_equal_a_direct_computation_next_to_scores(engine: HostedEngine
             for _ in range(8)
         ]
         labels = [chance.randrange(VOCAB)] if i % 3 == 0 else []
-        part = part_of(rows, shared=i % 2 == 0, operation="logprobs", columns=longest, labels=labels)
+        part = part_of(
+            rows, shared=i % 2 == 0, operation="logprobs", columns=longest, labels=labels, top_logprobs=(0, 5, 20)[i % 3]
+        )
         batches += [RowBatch((part,), operation="logprobs"), random_batch(chance, can)]
     for batch, outcome in zip(batches, whole(engine.score(*batches, at_once=2)), strict=True):
         if batch.operation == "score":
             continue
         [part], [found] = batch.parts, outcome.parts
         assert isinstance(found, dict)
-        for row, length, values in zip(part.prompts(), part.item_lengths.tolist(), found["logprobs"], strict=True):
+        top = part.asked.top_logprobs
+        lengths: list[int] = part.item_lengths.tolist()
+        for i, (row, length) in enumerate(zip(part.prompts(), lengths, strict=True)):
             for at in {0, length // 2, length - 1}:
                 end = len(row) - length + at
-                [expected] = np.log(reference.label_scores(row[:end], row[end : end + 1], False))
-                assert abs(values[at] - expected) < BFLOAT16
+                likely: list[int] = found["top_ids"][i, at * top : (at + 1) * top].tolist() if top else []
+                expected = np.log(reference.label_scores(row[:end], [row[end], *likely], False))
+                assert abs(found["logprobs"][i, at] - expected[0]) < BFLOAT16
+                if top:
+                    values = found["top_logprobs"][i, at * top : (at + 1) * top]
+                    np.testing.assert_allclose(values, expected[1:], rtol=0, atol=BFLOAT16)
+                    assert len({*likely}) == top and (np.diff(values) <= 0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

@@ -1,0 +1,96 @@
+"""What a score may ask for besides its labels, of a pool that has packed workers alone: equal to a direct computation."""
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool import Pool, ScoreResult
+from enginepool.protocol.messages import GroupLimits
+from tests.engine.reference import Models, Reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+START_S = 400.0
+VOCAB = 300
+#: As in `test_sglang_cuda.py`: how much logits in bfloat16 are off.
+BFLOAT16 = 0.15
+OPTIONS: dict[str, Any] = {"sampling_backend": "pytorch", "mem_fraction_static": 0.2}
+SETTINGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_batch_tokens": 512, "options": OPTIONS}
+
+
+def ids(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(VOCAB) for _ in range(count)]
+
+
+def logarithms(logits: Any, temperature: float) -> Any:
+    """Of the softmax over these logits, at a temperature."""
+    scaled = logits / temperature
+    return scaled - np.logaddexp.reduce(scaled)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_softmax_of_packed_rows_is_at_the_temperature_also_of_labels_that_are_texts(
+    packed_pool: "PackedPool", reference: Reference, temperature: float
+) -> None:
+    chance = random.Random(5)
+    texts = [text for text in ("yes", "no", " the", "a", "b") if len(reference.tokenizer(text)["input_ids"]) == 1][:3]
+    labels = [reference.tokenizer(text)["input_ids"][0] for text in texts]
+    query, items = ids(chance, 40), [ids(chance, chance.randint(1, 20)) for _ in range(60)]
+    options: dict[str, Any] = {"apply_softmax": True, "temperature": temperature, "logprobs": True}
+    found = packed_pool.score(query, items, labels=texts, **options)
+    expected = [logarithms(reference.logits(query + item, labels), temperature) for item in items]
+    np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16 / temperature)
+    assert set(found.forwards) == {1}
+    same = packed_pool.score(query, items, label_token_ids=labels, **options)
+    np.testing.assert_allclose(same.scores, found.scores, rtol=0, atol=2 * BFLOAT16 / temperature)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_items_that_are_too_long_for_packed_workers_are_cut_on_the_side_that_was_named(
+    packed_pool: "PackedPool", reference: Reference, side: str
+) -> None:
+    chance, limits = random.Random(6), packed_pool.limits
+    assert limits.max_item > 0, "packed workers alone"
+    query, labels = ids(chance, 40), [5, 9]
+    room = min(limits.context - len(query), limits.max_item)
+    items = [ids(chance, room + 30), ids(chance, 3), ids(chance, room), ids(chance, 2 * room)]
+    found = packed_pool.score(query, items, label_token_ids=labels, truncation=side, logprobs=True)
+    cut = [item[-room:] if side == "left" else item[:room] for item in items]
+    expected = [np.log(reference.label_scores(query + item, labels, False)) for item in cut]
+    np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16)
+    assert found.truncated == 2 and set(found.forwards) == {1}
+
+
+class PackedPool:
+    """A pool with one worker, which is packed, for one call after the other."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._runner = asyncio.Runner()
+        self._pool = self._runner.run(self._start(model, settings))
+        self.limits = self._runner.run(self._limits())
+
+    async def _start(self, model: str, settings: dict[str, Any]) -> Pool:
+        pool = await Pool.start(model, start_timeout=START_S, **settings)
+        await pool.ready(timeout=START_S)
+        return pool
+
+    async def _limits(self) -> GroupLimits:
+        [group] = (await self._pool.status()).groups
+        assert group.limits is not None
+        return group.limits
+
+    def score(self, query: Any, items: Any, **options: Any) -> ScoreResult:
+        return self._runner.run(self._pool.score(query, items, timeout=START_S, **options))
+
+    def close(self) -> None:
+        self._runner.run(self._pool.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def packed_pool(models: Models) -> Any:
+    pool = PackedPool(str(models.causal), packed_workers=1, **SETTINGS)
+    yield pool
+    pool.close()
