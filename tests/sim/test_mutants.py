@@ -11,6 +11,7 @@ from enginepool.client.session.pending_requests import Call, PendingRequests
 from enginepool.coordinator.core import machine
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.worker import Worker
@@ -83,6 +84,17 @@ def lost_rows_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
         """Nothing."""
 
     patch.setattr(RequestLifecycle, "lost", lost)
+
+
+def workers_are_named_for_rows_that_they_never_answered(patch: pytest.MonkeyPatch) -> None:
+    real = batching.send_batch
+
+    def send_batch(core: Context, batch: RunningBatch) -> None:
+        for request, *_ in batch.slices:
+            request.workers = with_worker(request.workers, batch.worker.name)
+        real(core, batch)
+
+    patch.setattr(batching, "send_batch", send_batch)
 
 
 def neighbors_are_blamed(patch: pytest.MonkeyPatch) -> None:
@@ -464,6 +476,7 @@ def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.M
         rows_in_any_order,
         rows_without_a_separator_pass,
         texts_are_never_pairs,
+        workers_are_named_for_rows_that_they_never_answered,
         parts_of_other_weights_are_mixed,
         lost_rows_do_not_come_back,
         neighbors_are_blamed,
