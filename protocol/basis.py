@@ -40,7 +40,8 @@ RESULT_BYTES = 512
 ROW_BYTES = 2
 #: of the names of workers in an answer, which its header has room for
 NAMES_BYTES = 224
-#: of the answer to `generate`, what each sequence adds: its end, and its spans while few weight versions computed it
+#: of the answer to `generate`, what each sequence adds: its end, and its spans and places while few weight versions and workers
+#: computed it
 SEQUENCE_BYTES = 128
 #: an element of an answer (float32), and an id of tokenized text (int32)
 ELEMENT_BYTES = 4

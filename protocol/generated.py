@@ -182,6 +182,8 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, asked
         raise _malformed("ended", f"{len(answer.ended)} ends for {rows} sequences; one each")
     if len(answer.spans) != rows:
         raise _malformed("spans", f"of {len(answer.spans)} sequences; {rows} were asked for")
+    if answer.places and len(answer.places) != rows:
+        raise _malformed("places", f"of {len(answer.places)} sequences; {rows} were asked for")
     columns = (join_columns(frames[2], frames[3], frames[4], top) if top else frames[2]) if logprobs else b""
     tokens, chances, width = memoryview(frames[0]).cast("B"), memoryview(columns).cast("B"), 4 * asked.width
     sequences: list[AnsweredSequence] = []

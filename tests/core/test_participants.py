@@ -1,9 +1,14 @@
 """Answers name the workers that computed them, and no others."""
 
+import numpy as np
+import pytest
+
+from enginepool.client.generations import Generation, read_generations
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.participants import with_worker
+from enginepool.errors import Malformed
 from enginepool.protocol.basis import NAMES_BYTES
-from enginepool.protocol.messages import Exiting
+from enginepool.protocol.messages import Exiting, FrameSpec, Generate, Generated, GenerationUsage, SequenceEnd, Timings
 from tests.core.generations import CAN, GeneratingPool, generate, outputs
 from tests.core.machines import Pool, results, work
 
@@ -66,7 +71,57 @@ def test_a_generation_that_went_on_elsewhere_names_both_and_not_a_worker_that_ha
     c = pool.worker("c", can=CAN)
     pool.do(ev.WorkerSaid(0, b, Exiting("gone")))
     answer, _ = outputs(pool.step(c, (pool.tasks()[2], 0, 2, [503], "stop")))[1]
-    assert answer.workers == ["a", "c"]
+    assert (answer.workers, answer.places) == (["a", "c"], [[(0, 0), (1, 2)]])
+
+
+def test_samples_that_one_worker_generated_need_no_places_and_those_of_two_have_them() -> None:
+    pool = GeneratingPool()
+    a = pool.worker("a", can=CAN)
+    pool.submit(pool.client(), 1, generate(3, 3, n=2))
+    one, two = pool.tasks()
+    steps = [(task, i, 0, [501, 502], "stop") for task in (one, two) for i in range(2)]
+    answer, _ = outputs(pool.step(a, *steps))[1]
+    assert (answer.workers, answer.places) == (["a"], [])
+    b = pool.worker("b", can=CAN)
+    pool.submit(pool.client(), 1, generate(3, 3, n=2))
+    first, second = pool.tasks()[2:]
+    assert {first.link, second.link} == {a, b}
+    pool.step(second.link, *[(second, i, 0, [501], "stop") for i in range(2)])
+    answer, _ = outputs(pool.step(first.link, *[(first, i, 0, [501], "stop") for i in range(2)]))[1]
+    assert answer.workers == [second.link.decode(), first.link.decode()]
+    assert answer.places == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 0)]]
+
+
+def test_tokens_that_a_request_brings_along_have_no_worker() -> None:
+    pool = GeneratingPool()
+    a = pool.worker("a", can=CAN)
+    pool.submit(pool.client(), 1, generate(3, output=[[501, 502]]))
+    answer, _ = outputs(pool.step(a, (pool.tasks()[0], 0, 2, [503], "stop")))[1]
+    assert (answer.workers, answer.places) == (["a"], [[(0, 2)]])
+
+
+def read(places: list[list[tuple[int, int]]], *, workers: tuple[str, ...] = ("a", "b"), count: int = 5) -> Generation:
+    """The one sequence of an answer that continues two tokens, with so many further ones."""
+    asked = Generate(1, [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))])
+    specs = [FrameSpec("output", "int32", (count,)), FrameSpec("output_lengths", "uint32", (1,))]
+    message = Generated(
+        1, 0, GenerationUsage(1, 1, 2 + count), Timings(0, 0), [SequenceEnd(0, "length")], [[(0, count)]], specs, [2],
+        workers=[*workers], places=places,
+    )  # fmt: skip
+    frames = [bytes(4 * count), np.array([count], np.uint32).tobytes()]
+    earlier = Generation(np.zeros(2, np.int32), None, "length", None, ((0, 2),), workers=(("b", 2),))
+    return read_generations(asked, [earlier], message, frames)[0][0]
+
+
+def test_a_client_learns_which_tokens_each_worker_generated() -> None:
+    assert read([[(0, 2), (1, 4)]]).workers == (("b", 2), ("a", 2), ("b", 3))
+    assert read([[(1, 2)]]).workers == (("b", 7),)
+    assert read([]).workers == (("b", 2), ("a", 5))
+    assert read([[(-1, 2), (0, 6)]]).workers == (("b", 2), ("", 4), ("a", 1)), "of a worker that is not named"
+    assert read([[(0, 4)]]).workers == (("b", 2), ("", 2), ("a", 3)), "of another coordinator"
+    assert read([], workers=()).workers == (("b", 2), ("", 5))
+    with pytest.raises(Malformed, match="places"):
+        read([[(0, 2)], []])
 
 
 def test_names_are_left_out_where_they_have_no_room() -> None:

@@ -63,6 +63,14 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
     assert all(version >= request.min_version for version in versions), f"{call}: {versions}"
     assert request.version is None or not {*versions} - {request.version}, f"{call}: {versions}, asked for {request.version}"
     assert message.workers or request.stream or not versions, f"{call}: no worker"
+    for i, places in enumerate(message.places):
+        end = starts[i] + len(sequences[i].tokens) // 4
+        at = [position for _, position in places]
+        assert at == sorted({*at}) and all(starts[i] <= one < end for one in at), f"{call}: sequence {i}: {places}"
+        assert all(-1 <= worker < len(message.workers) for worker, _ in places), f"{call}: sequence {i}: {places}"
+        assert request.stream or not sequences[i].tokens or at[:1] == [starts[i]], f"{call}: sequence {i}: {places}"
+        if len(places) > 1:
+            yield "several workers"
     known = {end.sequence: end for end in request.ended}
     for i, sequence in enumerate(sequences):
         if i in known:

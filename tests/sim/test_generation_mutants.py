@@ -44,6 +44,17 @@ def the_last_token_before_a_loss_is_generated_twice(patch: pytest.MonkeyPatch) -
     patch.setattr(batches, "start_message", start_message)
 
 
+def a_sequence_names_only_the_worker_at_which_it_ended(patch: pytest.MonkeyPatch) -> None:
+    real = generations.note_sequence
+
+    def note_sequence(batch: RunningBatch, place: int) -> None:
+        state = batch.slices[0][0].generation
+        if state is not None and state.sequences[place].end is not None:
+            real(batch, place)
+
+    patch.setattr(generations, "note_sequence", note_sequence)
+
+
 def credit_is_ignored(patch: pytest.MonkeyPatch) -> None:
     state: Any = GenerationState
     real = state.__init__
@@ -199,6 +210,7 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
     "mutate",
     [
         the_last_token_before_a_loss_is_generated_twice,
+        a_sequence_names_only_the_worker_at_which_it_ended,
         credit_is_ignored,
         a_request_that_is_sent_again_begins_at_position_0,
         a_resumed_sequence_has_as_many_new_tokens_as_at_first,

@@ -201,6 +201,7 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(ids("output", 33, 41), lengths("output_lengths", 1, 1)),
                 "starts": [2, 0],
                 "workers": ["policy-1", "policy-0"],
+                "places": [[[0, 2]], [[1, 0]]],
             },
             (ids("output", 33, 41), lengths("output_lengths", 1, 1)),
         ),

@@ -4,7 +4,7 @@ The coordinator keeps every token until the final answer. So a sequence whose wo
 token, and a client that reads slowly slows its own stream alone: what it has no credit for stays here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from enginepool.coordinator.operations.generate import GenerateWork
@@ -18,16 +18,19 @@ T = TypeVar("T")
 class RunningSequence(GeneratedSequence):
     """One sequence: a sample of a prompt."""
 
-    __slots__ = ("sent",)
+    __slots__ = ("sent", "workers")
 
     def __init__(self, brought: Buffer) -> None:
         super().__init__(brought)
         #: tokens that the client has, or that are on their way to it; start <= sent <= len(tokens)
         self.sent = self.start
+        #: (name, position): the workers that generated its tokens, each from this position on
+        self.workers: Sequence[tuple[str, int]] = ()
 
     def begin_again(self) -> None:
         """Drop all tokens but those that the request brought along. The client has none of them."""
         del self.tokens[self.start :], self.logprobs[:], self.spans[:]
+        self.workers = ()
 
     def unsent(self, most: int) -> Iterator[tuple[int, int, int]]:
         """(first, count, version) of the next tokens that the client has not been sent, at most so many in all."""

@@ -1,6 +1,6 @@
-"""Which workers computed an answer: their names in it, the first ones within a bound. Pure."""
+"""Which workers computed an answer: their names in it, the first ones within a bound, and where they generated. Pure."""
 
-from enginepool.coordinator.core.request import RunningBatch
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.protocol.basis import NAMES_BYTES
 
 #: what a name takes in a header besides its bytes, at most
@@ -14,10 +14,20 @@ def with_worker(names: list[str], name: str) -> list[str]:
     return [*names, name]
 
 
-def note_task(batch: RunningBatch) -> None:
-    """A task to generate, or a sequence of it, has ended at its worker, which is named if it generated a token."""
-    request, start, stop = batch.slices[0]
-    state = request.generation
-    assert state is not None
-    if any(len(state.sequences[place].tokens) > batch.at for place in range(start, stop)):
-        request.workers = with_worker(request.workers, batch.worker.name)
+def note_sequence(batch: RunningBatch, place: int) -> None:
+    """A sequence of a request to generate leaves its worker, which is named if it generated a token of it."""
+    request = batch.slices[0][0]
+    assert request.generation is not None
+    sequence, name = request.generation.sequences[place], batch.worker.name
+    if len(sequence.tokens) > batch.at and (not sequence.workers or sequence.workers[-1][0] != name):
+        sequence.workers = (*sequence.workers, (name, batch.at))
+        request.workers = with_worker(request.workers, name)
+
+
+def places(request: Request) -> list[list[tuple[int, int]]]:
+    """Which of the workers that an answer names generated which tokens of each sequence; none: its first one generated all. A
+    worker whose name has no room is -1."""
+    assert request.generation is not None
+    numbers = {name: number for number, name in enumerate(request.workers)}
+    found = [[(numbers.get(name, -1), at) for name, at in one.workers] for one in request.generation.sequences]
+    return found if any(one and one != [(0, 0)] for one in found) else []

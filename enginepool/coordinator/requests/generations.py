@@ -11,7 +11,7 @@ from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.participants import note_task
+from enginepool.coordinator.core.participants import note_sequence, places
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
@@ -155,7 +155,7 @@ def _ended(core: Context, batch: RunningBatch, request: Request, place: int) -> 
     state, (_, start, _) = request.generation, batch.slices[0]
     assert state is not None and isinstance(request.work, GenerateWork)
     remember(request, place, batch.worker)
-    note_task(batch)
+    note_sequence(batch, place)
     request.flying -= 1
     request.left -= 1
     if batch.rows > 1:
@@ -232,7 +232,7 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
     for first, end in ranges:
         for place in range(first, end):
             _interrupt(work, state, place)
-    note_task(batch)
+            note_sequence(batch, place)
     if lost and state.lost_with is not batch.worker:
         # Once for all tasks that the worker had of it.
         state.losses, state.lost_with = state.losses + 1, batch.worker
@@ -317,13 +317,17 @@ def answer(requests: StreamRequests, request: Request) -> None:
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)
     now = requests.core.now
-    for batch in state.tasks.values():
-        note_task(batch)  # they end with the answer
+    for batch in state.tasks.values():  # they end with the answer
+        _, start, stop = batch.slices[0]
+        for place in range(start, stop):
+            note_sequence(batch, place)
     began = request.started or now
     tokens = sum(len(sequence.tokens) for sequence in state.sequences)
     usage = GenerationUsage(len(state.sequences), work.tokens, tokens, sum(state.cached.values()))
     timings = Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6))
     answered = [sequence.answered(sequence.end) for sequence in state.sequences if sequence.end is not None]
-    empty = Generated(request.id, request.group.version, usage, timings, [], [], [], workers=request.workers)
+    empty = Generated(
+        request.id, request.group.version, usage, timings, [], [], [], workers=request.workers, places=places(request)
+    )
     message, frames = write_generated(empty, answered, work.logprobs, work.top_logprobs, state.prompts)
     requests.finish_with(request, message, frames)
