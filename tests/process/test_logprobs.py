@@ -53,6 +53,8 @@ def test_logprobs_are_those_of_scores_and_survive_a_worker_s_death(processes: Pr
             assert [one.logprobs[0][0], one.logprobs[0][2]] == [scored.scores[0, 0], scored.scores[1, 1]]
             [group] = (await pool.status()).groups
             assert group.lost_batches > 0 and not group.split_batches
+            named = {name for result in (*results, scored, one) for name in result.workers}
+            assert named and named <= {worker.name for worker in group.workers}
 
     asyncio.run(main())
 
