@@ -336,13 +336,10 @@ class RequestLifecycle:
         if group.version <= before:
             for request in [request for request in group.cut if request.pieces]:
                 self._start_over(request)
-            again = [
-                r
-                for r in group.live
-                if r.state == QUEUED and r.min_version > group.version and r.lane is not group.version_queue
-            ]
+            held, version = group.version_queue, group.version
+            again = [r for r in group.live if r.state == QUEUED and r.min_version > version and r.lane is not held]
             for request in again:
-                group.version_queue.push(request)
+                held.push(request)
             if again:
                 # Their entries leave at once: they may come back here, and no request stands in a queue twice.
                 group.queue.sort()
