@@ -118,6 +118,7 @@ PRIVATE: tuple[Private, ...] = (
     *_private(
         "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
         ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
+        ("BatchTokenIDOutput.input_top_logprobs_val input_top_logprobs_idx", "read", "of prompts, on request"),
     ),
     *_private(
         "generate/logit_processor.py", PROCESSORS,
