@@ -9,6 +9,7 @@ import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
+from enginepool.protocol.media import read_media
 from enginepool.protocol.messages import (
     MAX_SEQUENCES,
     MAX_TOP_LOGPROBS,
@@ -25,7 +26,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
 from enginepool.protocol.row_labels import check_row_labels, has_row_labels
-from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, Ids, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, Ids, RowBatch, RowPart, TaskMedium
 from enginepool.workers.events import Frame
 from enginepool.workers.texts import TextIds, TextTask
 
@@ -138,8 +139,19 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
     Raises:
         WireError: when the frames are not what the header says.
     """
-    check_frames(start.frames, frames)
-    found = [(spec.name, spec.dtype, len(spec.shape)) for spec in start.frames]
+    media: tuple[TaskMedium, ...] = ()
+    specs = start.frames
+    if start.media:
+        read = read_media(start.media, specs[1:], frames[1:], 1)
+        ends = [0, *np.cumsum(np.frombuffer(frames[2], np.uint32), dtype=np.int64).tolist()]
+        data = memoryview(frames[1])
+        media = tuple(
+            TaskMedium(one.kind, one.source, bytes(data[begin:end]))
+            for one, (begin, end) in zip(read.media, pairwise(ends), strict=True)
+        )
+        specs, frames = specs[:1], frames[:1]
+    check_frames(specs, frames)
+    found = [(spec.name, spec.dtype, len(spec.shape)) for spec in specs]
     if found != [("prompt", "int32", 1)] or not len(frames[0]):
         raise WireError("malformed", f"generation {start.task}: its frames are {found}; expected prompt, int32, not empty")
     if not 1 <= start.n <= MAX_SEQUENCES or start.at < 0 or start.sampling.max_new_tokens < 1:
@@ -156,7 +168,9 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
             f" expected top_logprobs in 0..{MAX_TOP_LOGPROBS}, prompt_logprobs in 0..{len(frames[0]) // 4}",
         )
     prompt = np.frombuffer(frames[0], np.int32)
-    return GenerationTask(prompt, start.sampling, start.n, start.logprobs, start.priority, start.at, start.top_logprobs, wanted)
+    return GenerationTask(
+        prompt, start.sampling, start.n, start.logprobs, start.priority, start.at, start.top_logprobs, wanted, media
+    )
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:

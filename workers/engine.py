@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
-from enginepool.protocol.messages import Capabilities, Part, Sampling
+from enginepool.protocol.messages import Capabilities, MediumKind, MediumSource, Part, Sampling
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 from enginepool.workers.texts import TextIds, TextTask
@@ -114,6 +114,14 @@ class RowBatch:
     operation: str = "score"
 
 
+class TaskMedium(NamedTuple):
+    """An image, a video or audio of a prompt. An engine is given its bytes: `source` is `bytes` there."""
+
+    kind: MediumKind
+    source: MediumSource
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
     """A prompt to continue. prompt: int32 [tokens]; n: sequences; priority: larger runs first, where the engine has to choose.
@@ -122,6 +130,7 @@ class GenerationTask:
     logprobs: each token has the logarithm of its probability. at: position of the first token in the
     output. top_logprobs: and so many of the most probable tokens have one, in its place.
     prompt_logprobs: of so many of the first tokens of the prompt, or 0; with `top_logprobs` as well.
+    media: those of the prompt, which has a placeholder for each; those of one kind in their order.
     """
 
     prompt: Ids
@@ -132,6 +141,7 @@ class GenerationTask:
     at: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int = 0
+    media: tuple[TaskMedium, ...] = ()
 
 
 class NewTokens(NamedTuple):

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_int, check_options, kind, utf8
 from enginepool.client.generations import Generation, Generations, read_generations
+from enginepool.client.media import MediaOptions, encode_media
 from enginepool.client.payload import encode_rows
 from enginepool.client.row_calls import RowCalls, flag, set_options
 from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
@@ -37,7 +38,7 @@ _NAMES: Final = {
 _REASONS: Final[tuple[str, ...]] = get_args(Ended)
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(SamplingOptions, MediaOptions, total=False):
     """The options of `Pool.generate`, which says what each one does."""
 
     n: int
@@ -87,6 +88,10 @@ class GenerateCalls(RowCalls):
                 also what it has of it in its prefix cache. Default: False.
             partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
                 instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.
+            images, videos, audio: of each prompt a medium, a list of media, or None; of one prompt without a list, its media.
+                The prompt has a placeholder for each, as the model's chat template writes it. A medium is bytes, an `https:`
+                or `data:` URL, or a pathlib path, which is a file on the host of the workers; at most 32 MiB each. URLs
+                and paths are for groups with `media_urls` and `media_root`. Default: none.
             continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
                 by their length and have fewer than `max_new_tokens`, go on after their tokens. The result has all tokens.
             group, priority, timeout, retry_busy, min_version: as in `score`.
@@ -104,7 +109,8 @@ class GenerateCalls(RowCalls):
         Cancelling the task that awaits it takes the request back, and ends its sequences in the engines.
         """
         check_options("generate", options, GenerateOptions, "prompts")
-        request, frames, earlier = _request("prompts", _as_rows(prompts), options)
+        rows = _as_rows(prompts)
+        request, frames, earlier = _request("prompts", rows, options, single=rows is not prompts)
         answer, frames = await self._ask(request, frames, Generated, _NAMES, options)
         return read_generations(request, earlier, answer, frames)
 
@@ -115,6 +121,7 @@ class GenerateCalls(RowCalls):
             prompt: a text, or token ids.
             credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
                 its own stream alone. 1 to 65536; default: 1024.
+            images, videos, audio: those of the prompt, one or a list.
             n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, partial, continue_from, group, priority, timeout,
                 retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
 
@@ -125,7 +132,7 @@ class GenerateCalls(RowCalls):
             BadRequest: an argument cannot be served; `field` names it, `limit` the limit. All else is raised by the loop.
         """
         check_options("stream", options, StreamOptions, "prompt")
-        request, frames, earlier = _request("prompt", [prompt], options)
+        request, frames, earlier = _request("prompt", [prompt], options, single=True)
         request.stream = True
         request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
         within, retry_busy = set_options(request, options)
@@ -145,7 +152,7 @@ def _as_rows(prompts: Any) -> Any:
 
 
 def _request(
-    name: str, rows: Sequence[Any], options: GenerateOptions
+    name: str, rows: Sequence[Any], options: GenerateOptions, *, single: bool
 ) -> tuple[Generate, Sequence[Buffer], Sequence[Generation]]:
     """The request for prompts in the argument `name`, its frames, and the sequences that it continues."""
     specs, frames = encode_rows(name, rows)
@@ -166,6 +173,11 @@ def _request(
     earlier = _earlier(options.get("continue_from"), prompts, request)
     if earlier:
         request.frames, request.ended, frames = _brought(request, frames, earlier)
+    request.media, (specs, media) = encode_media(options, prompts, single=single)
+    if request.media:
+        request.frames, frames = [*request.frames, *specs], (*frames, *media)
+        if request.prompt_logprobs:
+            raise bad("prompt_logprobs", "prompt_logprobs: given with media, whose tokens have none; leave it out")
     return request, frames, earlier
 
 

@@ -26,6 +26,7 @@ _OWN = {
     "group": "the session has its group",
     "n": "a session continues one sequence; branch() for more",
     "continue_from": "a session goes on after its history",
+    **dict.fromkeys(("images", "videos", "audio"), "its history is token ids alone"),
 }
 
 

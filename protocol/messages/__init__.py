@@ -22,6 +22,7 @@ from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.generate import *
 from enginepool.protocol.messages.link import *
 from enginepool.protocol.messages.logprobs import *
+from enginepool.protocol.messages.media import *
 from enginepool.protocol.messages.requests import *
 from enginepool.protocol.messages.status import *
 from enginepool.protocol.messages.tasks import *

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
+from enginepool.protocol.messages.media import MAX_MEDIA, Medium
 from enginepool.protocol.messages.requests import Timings
 
 #: Sequences of one request: its prompts, times the samples of each.
@@ -98,7 +99,8 @@ class SequenceEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Generate(Message, tag="generate"):
     """Continue prompts. Frames: `items` (the prompts), int32 token ids or utf8 text, and `item_lengths` uint32; then, if the
-    request brings tokens along, `output` int32 and `output_lengths` uint32 [prompts × n]: each sequence goes on after them.
+    request brings tokens along, `output` int32 and `output_lengths` uint32 [prompts × n]: each sequence goes on after them;
+    then, if it has media, `media` uint8 and `media_lengths` uint32 [media].
 
     `n`: sequences for each prompt; sequence s belongs to prompt s // n. `stream`: tokens are sent as they come (`tokens`), and
     all in the final answer. `credit`: how many of them the client leaves unread at most. `logprobs`: each token has the
@@ -106,7 +108,7 @@ class Generate(Message, tag="generate"):
     `prompt_logprobs`: so have the tokens of each prompt, given those before, and the most probable ones in their place.
     `partial`: a sequence whose worker is lost, or
     that weights interrupt, ends as `interrupted`, instead of going on elsewhere. `ended`: sequences that have all their tokens
-    in `output`.
+    in `output`. `media`: images, videos and audio of prompts, those of one prompt after the other.
     """
 
     id: int
@@ -125,13 +127,14 @@ class Generate(Message, tag="generate"):
     timeout_ms: int | None = None
     min_version: int = 0
     version: int | None = None
+    media: Annotated[list[Medium], msgspec.Meta(max_length=MAX_MEDIA)] = []
 
     @property
     def values(self) -> int:
         """What its header holds that can be much, in numbers: a text counts by its length."""
         s = self.sampling
         texts = [*s.stop, *s.stop_regex, *(end.matched for end in self.ended), s.json_schema, s.regex, s.ebnf, s.structural_tag]
-        numbers = len(s.stop_token_ids) + len(s.masked) + 4 * len(s.logit_bias)
+        numbers = len(s.stop_token_ids) + len(s.masked) + 4 * (len(s.logit_bias) + len(self.media))
         return numbers + sum(2 + len(text) // 10 for text in texts if isinstance(text, str))
 
     @property
@@ -235,7 +238,8 @@ class Generated(Message, tag="generated"):
 
 class StartGeneration(Message, tag="start"):
     """Continue the frame `prompt` int32: `n` sequences. The first token of each is at position `at` of its output, and
-    `sampling.max_new_tokens` counts from there. `prompt_logprobs`: of so many of its first tokens, or 0."""
+    `sampling.max_new_tokens` counts from there. `prompt_logprobs`: of so many of its first tokens, or 0. `media`: those of the
+    prompt, with their frames `media` and `media_lengths`."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -246,6 +250,7 @@ class StartGeneration(Message, tag="start"):
     top_logprobs: int = 0
     prompt_logprobs: int = 0
     priority: int = 0
+    media: list[Medium] = []
 
 
 class StopGeneration(Message, tag="stop"):

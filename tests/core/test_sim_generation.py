@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.protocol.messages import Sampling
-from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens, TaskMedium
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.tokens import END, expected_output, next_token
@@ -297,7 +298,9 @@ def report(stage: str, detail: str) -> None:
 
 def test_its_capabilities_are_those_of_a_continuous_batch() -> None:
     can = asyncio.run(engine(inflight_rows=64, inflight_tokens=5000, forward_s=0.01).start(report))
-    assert can.operations == ("generate",) and can.pace == 0 and can.features == ("logit_processors",)
+    assert can.operations == ("generate",) and can.pace == 0
+    assert can.features == ("logit_processors", "image", "video", "audio")
+    assert engine(multimodal=False)._capabilities.features == ("logit_processors",)  # pyright: ignore[reportPrivateUsage]
     assert (can.batch_rows, can.inflight_rows, can.batch_tokens, can.inflight_tokens) == (64, 64, 5000, 5000)
 
 
@@ -307,3 +310,24 @@ def test_it_generates_only_where_its_group_does_and_then_nothing_else() -> None:
         asyncio.run(rows.generate(task([1]), Heard()))
     with pytest.raises(ValueError, match="kind = 'classifier'"):
         engine(kind="classifier")
+
+
+# --- media --------------------------------------------------------------------------------------------------------------
+
+
+def test_its_tokens_depend_on_the_bytes_the_kind_and_the_order_of_media() -> None:
+    def tokens(*media: tuple[Any, bytes]) -> list[int]:
+        asked = replace(task([1, 2, 3], max_new_tokens=8), media=tuple(TaskMedium(kind, "bytes", data) for kind, data in media))
+        return generated(engine(end_every=0), asked).tokens[0]
+
+    a, b = ("image", b"a"), ("image", b"b")
+    found = [tokens(), tokens(a), tokens(b), tokens(a, b), tokens(b, a), tokens(("image", b"ab")), tokens(("audio", b"a"))]
+    assert len({*map(tuple, found)}) == len(found) and tokens(a) == found[1]
+
+
+def test_a_prompt_with_other_media_is_not_in_its_cache() -> None:
+    one, cached = engine(end_every=0), list[int]()
+    for data in (b"a", b"a", b"b"):
+        asked = replace(task([*range(100)], max_new_tokens=2), media=(TaskMedium("image", "bytes", data),))
+        cached += generated(one, asked).cached
+    assert cached[0] == cached[2] == 0 < cached[1] <= 100

@@ -14,10 +14,15 @@ GENERATING: dict[str, Any] = {
     "inflight_tokens": 128,
     "inflight_rows": 8,
     "operations": ["generate"],
-    "features": ["stop_text"],
+    "features": ["stop_text", "image", "media_url"],
 }
 PROMPTS = (ids("items", 21, 22, 23), lengths("item_lengths", 2, 1))
 OUTPUT = (ids("output", 31, 32), lengths("output_lengths", 2, 0, 0, 0))
+
+
+#: two images of prompt 0: bytes, and a URL
+MEDIA = (Array("media", "uint8", (11,), (137, 80, 78, 71, *b"https:a")), lengths("media_lengths", 4, 7))
+IMAGES = [[0, "image", "bytes"], [0, "image", "url"]]
 
 
 def _specs(*arrays: Array) -> list[Any]:
@@ -108,6 +113,14 @@ def _from_client() -> list[Valid]:
                 version=4,
             ),
             (*PROMPTS, *OUTPUT),
+            exact=False,
+        ),
+        Valid(
+            "generate-media",
+            way,
+            "a stream whose first prompt has two images, sent again with a token",
+            _generate(*PROMPTS, *OUTPUT, *MEDIA, n=2, sampling={"max_new_tokens": 8}, stream=True, media=IMAGES),
+            (*PROMPTS, *OUTPUT, *MEDIA),
             exact=False,
         ),
         Valid("credit", way, "100 tokens of stream 1 were taken", {"type": "credit", "id": 1, "taken": 100}),
@@ -290,6 +303,20 @@ def _workers() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "start-media",
+            "coordinator-worker",
+            "a prompt with two images",
+            {
+                "type": "start",
+                "task": [EPOCH, 10],
+                "frames": _specs(*prompt, *MEDIA),
+                "sampling": {"max_new_tokens": 6},
+                "media": IMAGES,
+            },
+            (*prompt, *MEDIA),
+            exact=False,
+        ),
+        Valid(
             "stop", "coordinator-worker", "two tasks are no longer wanted", {"type": "stop", "epoch": EPOCH, "tasks": [8, 9]}
         ),
     ]
@@ -359,4 +386,29 @@ def _requests() -> list[Invalid]:
     ]  # fmt: skip
 
 
-INVALID = [*_parameters(), *_requests()]
+def _media() -> list[Invalid]:
+    bad, c, m = "bad_request", "content", "model"
+    (data, sizes), image, one = MEDIA, IMAGES[0], {"max_new_tokens": 4}
+    text_, long = Array("media", "utf8", (4,), "abcd"), Array("media", "uint8", (2049,), (97,) * 2049)
+
+    def case(name: str, about: str, code: str, field: str, *arrays: Array, stage: str = c, **changes: Any) -> Invalid:
+        model = "generating" if stage == m else ""
+        return _refused(f"media-{name}", about, code, field, *PROMPTS, *arrays, stage=stage, model=model, **changes)
+
+    return [
+        case("without-frames", "two media", "malformed", "frames", media=IMAGES),
+        case("of-text", "bytes are uint8", "malformed", "frames", text_, lengths("media_lengths", 4), media=[image]),
+        case("few", "two lengths", "malformed", "frames", data, sizes, media=[image]),
+        case("sum", "11 bytes", "malformed", "media_lengths", data, lengths("media_lengths", 4, 6), media=IMAGES),
+        case("prompt-unknown", "two prompts", bad, "media[1]", data, sizes, media=[image, [2, "image", "bytes"]]),
+        case("out-of-order", "prompt 1, then 0", bad, "media[1]", data, sizes, media=[[1, "image", "bytes"], image]),
+        case("empty", "an image of no bytes", bad, "media[0]", data, lengths("media_lengths", 0, 11), media=IMAGES),
+        case("kind-unknown", "no such kind", bad, "media[0][1]", data, sizes, stage="header", media=[[0, "smell"], image]),
+        case("url-long", "2048 at most", bad, "media[0]", long, lengths("media_lengths", 2049), media=[IMAGES[1]]),
+        case("logprobs", "of media", bad, "prompt_logprobs", data, sizes, media=IMAGES, prompt_logprobs=True),
+        case("untaken", "no audio", bad, "media[1]", data, sizes, stage=m, media=[image, [0, "audio", "bytes"]], sampling=one),
+        case("path", "no media_root", bad, "media[1]", data, sizes, stage=m, media=[image, [0, "image", "path"]], sampling=one),
+    ]  # fmt: skip
+
+
+INVALID = [*_parameters(), *_requests(), *_media()]

@@ -9,13 +9,13 @@ costs anything, a batch is answered at once.
 import asyncio
 import heapq
 import random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, MediumKind
 from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineError, GenerationTask, Report, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
@@ -81,7 +81,7 @@ class SimEngine:
         if settings.generates:
             if o.kind != "causal":
                 raise ValueError(f"options of engine sim: kind = {o.kind!r}: must be 'causal' where operations = ['generate']")
-            self._capabilities = can = self._generating(self._capabilities)
+            self._capabilities = can = self._generating(self._capabilities, multimodal=o.multimodal)
             self._generator = SimGenerator(o, can.inflight_rows, self._weights_now, self._suffer)
         elif any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)
@@ -104,11 +104,12 @@ class SimEngine:
         return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
 
     @staticmethod
-    def _generating(can: Capabilities) -> Capabilities:
+    def _generating(can: Capabilities, *, multimodal: bool) -> Capabilities:
         """`can` of an engine that does nothing but generate."""
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
-            embedding=0, max_item=0, cached_query=0, cached_tokens=0, features=("logit_processors",),
+            embedding=0, max_item=0, cached_query=0, cached_tokens=0,
+            features=("logit_processors", *(get_args(MediumKind) if multimodal else ())),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:

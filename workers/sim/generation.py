@@ -1,11 +1,12 @@
 """How the sim engine generates: all its sequences get one token in each step, as in a running batch."""
 
 import asyncio
+import hashlib
 import heapq
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
 from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
@@ -13,12 +14,22 @@ from enginepool.workers.sim.prefix_cache import SimPrefixCache
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, top_of
 
 
+def media_ids(media: Sequence[TaskMedium]) -> bytes:
+    """What media are to the sim engine: ids ahead of their prompt, as bytes of int32. They are a digest of the media."""
+    if not media:
+        return b""
+    digest = hashlib.sha256()
+    for one in media:
+        digest.update(f"{one.kind} {len(one.data)} ".encode() + one.data)
+    return digest.digest()
+
+
 class _Entry:
     """A task: its sequences wait for slots, or run."""
 
     def __init__(self, task: GenerationTask, emit: Emit, options: SimOptions, number: int) -> None:
         self.task, self.emit, self.number = task, emit, number
-        self.prompt = prompt = task.prompt.astype("<i4").tobytes()
+        self.prompt = prompt = media_ids(task.media) + task.prompt.astype("<i4").tobytes()
         #: the tokens of each sequence so far
         self.output = [array("i") for _ in range(task.n)]
         #: tokens of its prompt that were in the cache; None: not known, or told
@@ -144,7 +155,7 @@ class SimGenerator:
             if i:
                 continue  # its prompt is computed once
             weights = self._weights()
-            entry.cached = self.cache.found(entry.prompt, weights)
+            entry.cached = min(self.cache.found(entry.prompt, weights), len(entry.task.prompt))
             self.cache.add(entry.prompt, weights)
             tokens += len(entry.task.prompt) - entry.cached
             for fault in faults_of_task(self._options.faults, entry.task.prompt, entry.number):

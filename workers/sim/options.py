@@ -64,7 +64,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
     with quantized weights does. An engine that generates runs `inflight_rows` sequences at once, all of them together in each
     step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
-    `chat_template`: it makes a text of chats.
+    `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
+    depend on their bytes.
     `cache_tokens`: of its prefix cache.
     """
 
@@ -92,6 +93,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     only_at_start: bool = False
     end_every: int = 100
     chat_template: bool = True
+    multimodal: bool = True
     cache_tokens: int = 65_536
     faults: list[Fault] = []
 

@@ -31,9 +31,11 @@ class ReceivedTokens:
         self._request = request
         self._frames = frames
         self._most = request.sampling.max_new_tokens
-        self._constrained = is_constrained(request.sampling)
+        self._constrained = is_constrained(request.sampling) or bool(request.media)
+        #: the last ones of its frames
+        self._media = 2 if request.media else 0
         rows = request.frames[1].shape[0] * request.n
-        self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2:], rows)]
+        self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2 : len(frames) - self._media], rows)]
         for end in request.ended:
             self.sequences[end.sequence].end = end
         #: by the number of a prompt: the columns of its tokens
@@ -123,8 +125,9 @@ class ReceivedTokens:
             *self._request.frames[:2],
             FrameSpec("output", "int32", (len(output) // 4,)),
             FrameSpec("output_lengths", "uint32", (len(lengths),)),
+            *self._request.frames[len(self._frames) - self._media :],
         ]
-        frames = (*self._frames[:2], output, lengths.tobytes())
+        frames = (*self._frames[:2], output, lengths.tobytes(), *self._frames[len(self._frames) - self._media :])
         return msgspec.structs.replace(self._request, frames=specs, ended=ended), frames
 
     def _end(self, number: int) -> SequenceEnd | None:

@@ -14,6 +14,7 @@ from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES,
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.generated import brought_tokens
+from enginepool.protocol.media import RequestMedia, read_media
 from enginepool.protocol.messages import (
     MAX_CREDIT,
     MAX_MATCHED,
@@ -33,6 +34,11 @@ from enginepool.protocol.sampling import FEATURES, MASKS, check_sampling, is_con
 
 _SIGNATURE = signature(2)
 _OUTPUT = ("output", "output_lengths")
+#: of a feature that workers lack, whose name does not say it
+_UNTAKEN = {
+    "media_url": "a URL, and the workers of this group fetch none: media_urls of the group is empty",
+    "media_path": "a path, and the workers of this group read none: media_root of the group is empty",
+}
 
 
 class GenerateWork(Work, frozen=True, gc=False):
@@ -51,6 +57,7 @@ class GenerateWork(Work, frozen=True, gc=False):
     output_max: int = -1
     ended: tuple[SequenceEnd, ...] = ()
     width: int = 0
+    media: RequestMedia = RequestMedia()
 
     def brought(self) -> Iterator[memoryview]:
         """The tokens that each sequence brings along, as bytes of int32."""
@@ -59,7 +66,7 @@ class GenerateWork(Work, frozen=True, gc=False):
     @property
     def constrained(self) -> bool:
         """Another engine does not continue such a sequence exactly."""
-        return is_constrained(self.sampling)
+        return is_constrained(self.sampling) or bool(self.media.media)
 
 
 class GenerateOperation(Operation[GenerateWork]):
@@ -81,14 +88,20 @@ class GenerateOperation(Operation[GenerateWork]):
         if not 0 <= message.top_logprobs <= MAX_TOP_LOGPROBS or (message.top_logprobs and not message.logprobs):
             text = f"top_logprobs: {message.top_logprobs}; 0 to {MAX_TOP_LOGPROBS}, and only with logprobs"
             raise bad("top_logprobs", text, str(MAX_TOP_LOGPROBS))
+        media = RequestMedia()
+        if message.media:
+            media = read_media(message.media, specs[2:][-2:], frames[2:][-2:], prompts)
+            specs, frames = specs[:-2], frames[:-2]
+            if message.prompt_logprobs:
+                raise bad("prompt_logprobs", "prompt_logprobs: given with media, whose tokens have none; false", "")
         output = _read_output(specs[2:], frames[2:], rows) if len(frames) > 2 or len(specs) > 2 else ()
         _check_ended(message.ended, output, rows, sampling.max_new_tokens)
-        nbytes = sum(map(len, frames))
+        nbytes = sum(map(len, (*frames, *media.frames)))
         digest = hash(
             (
                 self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
                 message.top_logprobs, message.prompt_logprobs, message.partial, message.min_version, message.version,
-                *frames[:2],
+                tuple(message.media), *media.frames, *frames[:2],
             )
         )  # fmt: skip
         answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)
@@ -103,6 +116,7 @@ class GenerateOperation(Operation[GenerateWork]):
             n=message.n, sampling=sampling, stream=message.stream, credit=message.credit, logprobs=message.logprobs,
             top_logprobs=message.top_logprobs, prompt_logprobs=message.prompt_logprobs, width=message.width,
             partial=message.partial, output=output, output_max=_largest(output), ended=tuple(message.ended),
+            media=media,
         )  # fmt: skip
 
     def refuse(self, work: GenerateWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
@@ -112,7 +126,7 @@ class GenerateOperation(Operation[GenerateWork]):
             if largest >= can.vocab:
                 field = f"sampling.{name}"
                 return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
-        if wrong := _missing_feature(sampling, can):
+        if wrong := _missing_feature(sampling, can) or _untaken_media(work.media, can):
             return wrong
         if work.top_logprobs > can.vocab:
             text = f"top_logprobs: {work.top_logprobs}; the vocabulary has {can.vocab} tokens"
@@ -146,6 +160,15 @@ def _missing_feature(sampling: Sampling, can: Capabilities) -> WireError | None:
     if len(set(sampling.disallowed_token_ids or ())) >= can.vocab:
         text = f"sampling.disallowed_token_ids: all {can.vocab} tokens of the vocabulary; at least one is left"
         return bad("sampling.disallowed_token_ids", text, str(can.vocab - 1))
+    return None
+
+
+def _untaken_media(media: RequestMedia, can: Capabilities) -> WireError | None:
+    for feature, at in media.needs.items():
+        if feature not in can.features:
+            field = f"media[{at}]"
+            why = _UNTAKEN.get(feature, f"the workers of this group take no {feature}")
+            return bad(field, f"{field}: {why}", "")
     return None
 
 

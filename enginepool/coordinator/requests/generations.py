@@ -18,7 +18,7 @@ from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.stream_messages import StreamMessages, UnsentTokens, send_prompts
-from enginepool.coordinator.scheduling.generation_slots import prompt_length, remember
+from enginepool.coordinator.scheduling.generation_slots import expected_tokens, remember
 from enginepool.coordinator.scheduling.preemption import to_preempt
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.generated import write_generated
@@ -152,15 +152,14 @@ def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, width
 
 def _ended(core: Context, batch: RunningBatch, request: Request, place: int) -> None:
     """A sequence of a task has ended: its slot is free."""
-    state, (_, start, _) = request.generation, batch.slices[0]
+    state = request.generation
     assert state is not None and isinstance(request.work, GenerateWork)
     remember(request, place, batch.worker)
     note_sequence(batch, place)
     request.flying -= 1
     request.left -= 1
     if batch.rows > 1:
-        prompt = prompt_length(request, start // request.work.n)
-        shrink_batch(core, batch, (batch.cost - prompt) // batch.rows)
+        shrink_batch(core, batch, expected_tokens(request.work, 0))
         return
     del state.tasks[batch.id]
     end_batch(core, batch)

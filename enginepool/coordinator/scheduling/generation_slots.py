@@ -104,6 +104,9 @@ def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, S
     new = expected_tokens(work, len(first.tokens))
     if slots < 1:
         return 0, (request, start, start)
+    # At a worker that is empty, one sequence fits whatever its media are expected to take: else it would never run.
+    room = can.inflight_tokens - prompt - len(first.tokens) - new
+    prompt += min(work.media.expected_tokens(start // work.n), max(0, room))
     if first.tokens:
         return prompt + len(first.tokens) + new, (request, start, start + 1)
     end = min(end, (start // work.n + 1) * work.n, start + slots)
@@ -121,7 +124,7 @@ def expected_tokens(work: GenerateWork, has: int) -> int:
 
 
 def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
-    """The message that starts the task `batch`, and its frame."""
+    """The message that starts the task `batch`, and its frames."""
     request, start, end = batch.slices[0]
     work, state = _generation(request), request.generation
     assert state is not None
@@ -136,12 +139,14 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
     if sampling.sampling_seed is not None:
         # The samples of a prompt differ, and each goes on elsewhere as it began.
         sampling = replace(sampling, sampling_seed=(sampling.sampling_seed + start % work.n) & MAX_ID)
-    spec = FrameSpec("prompt", "int32", (len(prompt) // 4,))
+    media, specs, frames = work.media.of_prompt(start // work.n)
+    specs = [FrameSpec("prompt", "int32", (len(prompt) // 4,)), *specs]
     message = StartGeneration(
-        batch.id, [spec], sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, top_logprobs=work.top_logprobs,
+        batch.id, specs, sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, top_logprobs=work.top_logprobs,
         prompt_logprobs=_wanted_of_prompt(batch) if work.prompt_logprobs else 0, priority=request.priority,
+        media=media,
     )  # fmt: skip
-    return message, [prompt]
+    return message, [prompt, *frames]
 
 
 def _wanted_of_prompt(batch: RunningBatch) -> int:

@@ -1,0 +1,47 @@
+"""Images of prompts through a real coordinator and its sim workers, whose tokens depend on them."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginepool import Pool
+from enginepool.protocol.messages import Sampling
+from enginepool.workers.engine import TaskMedium
+from enginepool.workers.sim.generation import media_ids
+from enginepool.workers.sim.tokens import expected_output
+from tests.process.daemons import PATIENCE_S
+from tests.process.processes import Processes
+from tests.process.test_generate import SAMPLING, STREAMS, VOCAB, generating, prompt, run, workers_of
+
+
+def wanted(i: int, *images: bytes, sampling: dict[str, Any] = SAMPLING) -> list[int]:
+    """What follows the prompt `i` with these images."""
+    before = np.frombuffer(media_ids([TaskMedium("image", "bytes", image) for image in images]), "<i4").tolist()
+    return expected_output([*before, *prompt(i)], Sampling(**sampling), vocab=VOCAB, end_every=0)[0]
+
+
+def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_images(
+    processes: Processes, tmp_path: Path
+) -> None:
+    daemon = generating(processes, tmp_path)
+    images = [i.to_bytes(4, "little") * 20_000 for i in range(STREAMS)]
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready(PATIENCE_S)
+            call = asyncio.create_task(
+                pool.generate([prompt(i) for i in range(STREAMS)], images=[[b"x", one] for one in images], **SAMPLING)
+            )
+            # A stream has tokens, so the sequences that were sent before have some, too.
+            stream = pool.stream(prompt(1), images=images[1], **SAMPLING, priority=10)
+            first = await anext(aiter(stream))
+            assert first.token_ids.tolist() == wanted(1, images[1])[:1]
+            os.kill(workers_of(daemon)[0], signal.SIGKILL)
+            found = await call
+            assert [one.token_ids.tolist() for [one] in found] == [wanted(i, b"x", images[i]) for i in range(STREAMS)]
+
+    run(scene)
