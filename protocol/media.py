@@ -4,7 +4,6 @@ opens what a medium names, or decodes it."""
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
@@ -70,7 +69,7 @@ def read_media(media: Sequence[Medium], specs: Sequence[FrameSpec], frames: Sequ
     if list(specs) != wanted:
         text = f"frames: {msgspec.to_builtins(specs)} of {len(media)} media; expected {msgspec.to_builtins(wanted)}"
         raise WireError("malformed", text, field="frames")
-    lengths: list[int] = np.frombuffer(frames[1], np.uint32).tolist()
+    lengths = memoryview(frames[1]).cast("B").cast("I").tolist()
     if sum(lengths) != len(frames[0]):
         text = f"media_lengths: sum {sum(lengths)}; frame 'media' has {len(frames[0])}"
         raise WireError("malformed", text, field="media_lengths")

@@ -22,6 +22,14 @@ from enginepool.workers.cpu_bridge import torchvision
 #: Without its compiled part, torchvision has no operators, but it describes these.
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+#: Operators of `sgl_kernel` that SGLang's files of one model family, Qwen3.5, take when they are imported; the image processor
+#: of all Qwen-VL models imports these files. No others: SGLang asks whether some exist.
+_KERNEL_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 #: Keeps the operators alive: they go when their library does.
 _libraries: list[Any] = []
 
@@ -48,6 +56,9 @@ def _bridge_sgl_kernel() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["sgl_kernel"] = module
+    operators: Any = importlib.import_module("torch").ops.sgl_kernel
+    for name in _KERNEL_OPERATORS:
+        setattr(operators, name, getattr(module, name))
 
 
 def _bridge_torchvision() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.sglang.generate.media import PixelRoom, check_placeholders, media_error, pixels_of, refuse_untaken
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
@@ -45,6 +46,10 @@ class EngineGeneration:
         self._tm = tokenizer_manager
         self._requests = requests
         self._processor = processor
+        #: for the images that are decoded now
+        self.room = PixelRoom()
+        if self._tm.mm_processor is not None:
+            check_placeholders(self._tm.mm_processor)
         settings = running.settings
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
@@ -73,12 +78,17 @@ class EngineGeneration:
     def check(self, task: GenerationTask) -> None:
         """Raise EngineError for a task that this engine cannot run."""
         refuse_fatal(task, self.capabilities, self._deterministic)
+        refuse_untaken(task.media, self.capabilities)
 
     def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> Any:
         """SGLang's stream of answers for one sequence of a task."""
         params = sampling_kwargs(task, self.capabilities.vocab, sequence)
+        media = {kind: [one.data for one in task.media if one.kind == kind] or None for kind in ("image", "video", "audio")}
         request = self._requests.GenerateReqInput(
             input_ids=prompt,
+            image_data=media["image"],
+            video_data=media["video"],
+            audio_data=media["audio"],
             sampling_params=params,
             custom_logit_processor=self._processor if "custom_params" in params else None,
             rid=rid,
@@ -121,11 +131,15 @@ class Sequences:
         #: the first sequence has tokens
         self._began = False
         self._dropped = False
+        #: pixels of its images, and what gives their room back: one for each sequence that has no tokens yet
+        self._pixels = 0
+        self._rooms: dict[int, Callable[[], None]] = {}
         #: sequences that were given up here, and why
         self._failed: dict[int, str] = {}
 
     async def run(self) -> None:
         """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
+        self._pixels = await pixels_of(self._task.media)
         self._streams = [asyncio.create_task(self._continue(0))]
         try:
             if self._task.n > 1:
@@ -164,19 +178,27 @@ class Sequences:
         takers[rid] = partial(self._take, sequence)
         try:
             await prefill.turn
+            if self._pixels:
+                self._rooms[sequence] = await self._engine.room.take(self._pixels)
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, sequence, rid)) as answers:
                 async for answer in answers:
                     _ending(answer["meta_info"]["finish_reason"])
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"the engine refused the task: {one_line(error)}") from error
+            raise EngineError(f"the engine refused the task: {media_error(one_line(error))}") from error
         finally:
             del takers[rid]
             prefill.over()
+            self._give_back(sequence)
             self._prefilled.set()
         if sequence in self._failed:
             raise EngineError(self._failed[sequence])
+
+    def _give_back(self, sequence: int) -> None:
+        """Its images are computed, or it has ended."""
+        if (give_back := self._rooms.pop(sequence, None)) is not None:
+            give_back()
 
     def _detailed(self, new: NewTokens, message: Any, place: int) -> NewTokens:
         """New tokens with the rest that the task asks for. Raises EngineError."""
@@ -212,6 +234,8 @@ class Sequences:
         found = None
         if tokens:
             self._prefills[sequence].began()
+        if self._rooms:
+            self._give_back(sequence)
         if not self._began and tokens:
             self._began, found = True, max(0, min(cached, len(self._prompt)))
             self._prefilled.set()

@@ -90,6 +90,8 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
             "sleep_on_idle": True,
             "max_total_tokens": CPU_POOL_TOKENS,
             "max_running_requests": CPU_SEQUENCES,
+            # The fast ones are torchvision's, which a CPU environment has no build of.
+            "disable_fast_image_processor": True,
         }
     return defaults
 

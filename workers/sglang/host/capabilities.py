@@ -6,6 +6,7 @@ from typing import Any
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
+from enginepool.workers.sglang.generate.media import media_features
 from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features
 from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, is_deterministic, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
@@ -88,7 +89,7 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
         engine=f"sglang {version}",
         device=settings.device,
         text=text,
-        features=generation_features(running.settings, text),
+        features=(*generation_features(running.settings, text), *media_features(tm)),
         reserved=tm.context_len - bounds.context if ends_by_model else 0,
         **asdict(bounds),
     )

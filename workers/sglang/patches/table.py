@@ -29,6 +29,7 @@ SETTINGS = "sglang.srt.server_args"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 MODEL = "sglang.srt.configs.model_config"
 PROCESSORS = "sglang.srt.sampling.custom_logit_processor"
+MEDIA = "sglang.srt.multimodal.processors.base_processor"
 GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
@@ -102,6 +103,21 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
         ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
         ("ReqState.dispatched", "read", "whether the scheduler was sent a sequence"),
+        ("TokenizerManager.mm_processor", "read", "whether the model takes media"),
+    ),
+    *_private(
+        "generate/media.py", TOKENIZER, ("TokenizerManager.mm_processor model_config", "read", "which media the model takes"),
+    ),
+    *_private(
+        "generate/media.py", MODEL,
+        ("ModelConfig.is_image_understandable_model is_audio_understandable_model", "read", "which media the model takes"),
+    ),
+    *_private(
+        "generate/media.py", MEDIA,
+        (
+            "BaseMultimodalProcessor.process_mm_data_async", "replaced", "media without a placeholder are refused",
+            "self, image_data, audio_data, input_text, request_obj, **kwargs",
+        ),
     ),
     *_private(
         "generate/new_tokens.py", TOKENIZER,

@@ -1,0 +1,36 @@
+"""What a worker does with media before SGLang has them: room for images, and errors that an answer has room for."""
+
+import asyncio
+
+from enginepool.workers.sglang.generate.media import PixelRoom, media_error
+
+
+def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_room_runs_alone() -> None:
+    async def scene() -> None:
+        room, took = PixelRoom(10), list[str]()
+
+        async def take(name: str, pixels: int) -> None:
+            await room.take(pixels)
+            took.append(name)
+
+        first = await room.take(8)
+        waiting = [asyncio.create_task(take(*one)) for one in (("large", 99), ("small", 1))]
+        await asyncio.sleep(0)
+        assert not took  # the small one would fit
+        first()
+        first()
+        await asyncio.wait(waiting[:1])
+        assert took == ["large"] and room.free == 0
+        waiting[1].cancel()
+        await asyncio.wait(waiting)
+        assert not room._turn.locked()  # pyright: ignore[reportPrivateUsage]
+
+    asyncio.run(scene())
+
+
+def test_an_error_of_sglang_is_told_without_the_bytes_that_it_repeats() -> None:
+    text = (
+        "An exception occurred while loading IMAGE data at index 1: Error while loading data b'\\x89PNG...: image is truncated"
+    )
+    assert media_error(text) == "image 1: image is truncated"
+    assert media_error("no room") == "no room"

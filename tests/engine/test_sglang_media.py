@@ -1,0 +1,107 @@
+"""Images of prompts on the real engine: tokens are those of a direct computation, and a bad image harms its caller alone."""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from enginepool.workers.engine import GenerationTask, TaskMedium
+from enginepool.workers.sglang.generate.media import MAX_PIXELS
+from tests.engine.hosted import HostedEngine
+from tests.engine.test_sglang_generate import one, refusal, run, task
+from tests.engine.test_sglang_scores import declared
+from tests.engine.vision_models import CONTEXT, SPECIAL, VisionReference, make_vision_model, picture
+
+pytestmark = [pytest.mark.engine, pytest.mark.every_version, pytest.mark.timeout(600)]
+WIDE, TALL = picture(130, 90), picture(60, 200, seed=1, form="JPEG")
+COUNT = 12
+
+
+class Vision:
+    """An engine of a model that takes images, and the direct computation."""
+
+    def __init__(self, folder: Path) -> None:
+        #: the tokens of an image in a prompt
+        self.image = make_vision_model(folder)
+        self.reference = VisionReference(folder, self.image)
+        self.engine = HostedEngine(str(folder), operations=("generate",), options={"context_length": CONTEXT})
+
+    def asked(self, *parts: Sequence[int] | bytes, count: int = COUNT, n: int = 1) -> GenerationTask:
+        """A task: token ids and images, in their order."""
+        images = [part for part in parts if isinstance(part, bytes)]
+        ids = [token for part in parts for token in (self.image if isinstance(part, bytes) else part)]
+        media = tuple(TaskMedium("image", "bytes", image) for image in images)
+        return replace(task(ids, n, max_new_tokens=count, ignore_eos=True), media=media)
+
+    def wanted(self, asked: GenerationTask) -> list[int]:
+        images = [medium.data for medium in asked.media]
+        return self.reference.greedy(asked.prompt.tolist(), images, asked.sampling.max_new_tokens)
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        made = Vision(tmp_path_factory.mktemp("vision"))
+        made.engine.wait_until_started()
+        yield made
+        made.engine.end()
+
+
+def test_the_engine_says_that_it_takes_images_alone(vision: Vision) -> None:
+    features = declared(vision.engine).features
+    assert "image" in features and not {"video", "audio"} & {*features}
+
+
+def test_tokens_after_images_equal_those_of_transformers(vision: Vision) -> None:
+    asked = [
+        vision.asked([5, 17, 300], WIDE, [40, 41, 42]),
+        vision.asked(WIDE, [7], TALL, [8, 9]),
+        vision.asked([11, 12], TALL, n=2),
+        vision.asked([5, 17, 300, 40]),
+    ]
+    found = run(vision.engine, *asked)
+    for one_asked, sequences in zip(asked, found, strict=True):
+        assert [sequence.tokens for sequence in sequences] == [vision.wanted(one_asked)] * one_asked.n
+
+
+def test_a_sequence_goes_on_after_its_tokens_with_its_image(vision: Vision) -> None:
+    whole = vision.asked([5, 17, 300], WIDE, [40, 41, 42])
+    tokens = vision.wanted(whole)
+    rest = vision.asked([5, 17, 300], WIDE, [40, 41, 42, *tokens[:5]], count=COUNT - 5)
+    assert one(vision.engine, replace(rest, at=5)).tokens == tokens[5:]
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says that it has so many pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [struct.pack(">I", 13), header, struct.pack(">I", zlib.crc32(header)), struct.pack(">I", 4), b"IDAT", bytes(8)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_a_bad_image_is_one_error_to_its_caller_and_others_go_on(vision: Vision) -> None:
+    image = vision.image
+    cases = [
+        (vision.asked(b"no image", [8]), "image 0: it cannot be read as JPEG, PNG, WEBP, GIF, BMP"),
+        (vision.asked(WIDE, b"%!PS-Adobe-3.0 EPSF-3.0\n", [8]), "image 1: it cannot be read as JPEG"),
+        (vision.asked(WIDE[:2000], [8]), "truncated"),
+        (vision.asked(bomb(100_000, 100_000), [8]), f"image 0: too many pixels; at most {MAX_PIXELS}"),
+        (vision.asked(bomb(10_000, 10_000), [8]), f"image 0: 10000 × 10000 pixels; at most {MAX_PIXELS}"),
+        (replace(vision.asked([7, 8]), media=vision.asked(WIDE).media), "1 given, and the prompt has placeholders for 0"),
+        (replace(vision.asked([*image, 8]), media=vision.asked(WIDE, TALL).media), "2 given, and the prompt has placeholders"),
+        (replace(vision.asked(WIDE, [8]), media=(TaskMedium("video", "bytes", b"a"),)), "this engine takes no video"),
+        (vision.asked([5], WIDE, count=CONTEXT - 10), "Requested token count exceeds"),
+    ]
+    good = vision.asked([5, 17, 300], WIDE, [40, 41, 42])
+    for asked, said in cases:
+        assert said in refusal(vision.engine, asked)
+    assert one(vision.engine, good).tokens == vision.wanted(good)
+
+
+def test_the_placeholder_in_a_text_becomes_its_tokens(vision: Vision) -> None:
+    [ids] = vision.engine.call("tokenize", [("", f"See {SPECIAL[0]}{SPECIAL[2]}{SPECIAL[1]}?")])
+    at = ids.index(vision.image[0])
+    assert ids[at : at + 3] == vision.image

@@ -1,0 +1,122 @@
+"""Images, videos and audio through SGLang: which a model takes, and what is refused before SGLang decodes it. No SGLang here.
+
+SGLang decodes media on threads of this process, and a medium that it cannot decode fails its request alone. What is checked
+here it would do without a word: decode an image of any size, run Ghostscript for one format, leave out a medium for which the
+prompt has no placeholder.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import EngineError, TaskMedium
+
+#: Pixels of an image: 3 bytes each, once it is decoded.
+MAX_PIXELS = 1 << 26
+#: Pixels of the images that are decoded and not yet computed, of all sequences.
+ROOM_PIXELS = 4 * MAX_PIXELS
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+#: packages of which SGLang needs one
+_DECODERS = {"video": ("torchcodec", "decord"), "audio": ("torchcodec", "soundfile")}
+#: what SGLang says of a medium that it cannot load, and which one it is
+_LOADING = re.compile(r"loading (\w+) data at index (\d+)")
+
+
+def media_features(tm: Any) -> tuple[str, ...]:
+    """The kinds of media that the model takes, and that can be decoded here.
+
+    Args:
+        tm: SGLang's tokenizer manager.
+    """
+    if tm.mm_processor is None:
+        return ()
+    config, tokens = tm.model_config, getattr(tm.mm_processor, "mm_tokens", None)
+    takes = {
+        "image": config.is_image_understandable_model,
+        "video": getattr(tokens, "video_token_id", None) is not None,
+        "audio": config.is_audio_understandable_model,
+    }
+    decoders = {kind: any(map(importlib.util.find_spec, names)) for kind, names in _DECODERS.items()}
+    return tuple(kind for kind, taken in takes.items() if taken and decoders.get(kind, True))
+
+
+def refuse_untaken(media: Sequence[TaskMedium], can: Capabilities) -> None:
+    """Raise EngineError for media that this engine does not take."""
+    for one in media:
+        if one.kind not in can.features:
+            raise EngineError(f"media: this engine takes no {one.kind}")
+
+
+async def pixels_of(media: Sequence[TaskMedium]) -> int:
+    """Pixels of the images among `media`, by what their bytes say at their beginning. Raises EngineError: one is too large, or
+    none."""
+    images = [one.data for one in media if one.kind == "image"]
+    return await asyncio.to_thread(lambda: sum(_pixels(i, data) for i, data in enumerate(images))) if images else 0
+
+
+def _pixels(i: int, data: bytes) -> int:
+    library: Any = importlib.import_module("PIL.Image")
+    try:
+        with library.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+    except library.DecompressionBombError:
+        raise EngineError(f"image {i}: too many pixels; at most {MAX_PIXELS}") from None
+    except Exception as error:  # decoders of formats raise what they like
+        raise EngineError(f"image {i}: it cannot be read as {', '.join(FORMATS)}") from error
+    if width * height > MAX_PIXELS:
+        raise EngineError(f"image {i}: {width} × {height} pixels; at most {MAX_PIXELS}")
+    return width * height
+
+
+class PixelRoom:
+    """Room for the images that are decoded at once. A sequence that finds none waits, those before it first."""
+
+    def __init__(self, pixels: int = ROOM_PIXELS) -> None:
+        self._most = self.free = pixels
+        self._turn = asyncio.Lock()
+        self._more = asyncio.Event()
+
+    async def take(self, pixels: int) -> Callable[[], None]:
+        """Wait for room for so many pixels. The function that this returns gives it back; once is enough."""
+        held = min(pixels, self._most)
+        async with self._turn:
+            while self.free < held:
+                self._more.clear()
+                await self._more.wait()
+            self.free -= held
+
+        def give_back() -> None:
+            nonlocal held
+            self.free, held = self.free + held, 0
+            self._more.set()
+
+        return give_back
+
+
+def check_placeholders(processor: Any) -> None:
+    """Have SGLang's processor of a model refuse media for which the prompt has no placeholder. It would leave them out."""
+    process = processor.process_mm_data_async
+
+    async def checked(*args: Any, **kwargs: Any) -> Any:
+        found = await process(*args, **kwargs)
+        asked = kwargs["request_obj"]
+        items: list[Any] = [] if found is None else found.mm_items
+        for kind, given in (("image", asked.image_data), ("video", asked.video_data), ("audio", asked.audio_data)):
+            # An item may stand for several, of which each has a place in the prompt.
+            count = sum(max(1, len(item.offsets or ())) for item in items if item.modality.name.lower() == kind)
+            if count < len(given or ()):
+                raise ValueError(f"{kind}: {len(given)} given, and the prompt has placeholders for {count}")
+        return found
+
+    processor.process_mm_data_async = checked
+
+
+def media_error(text: str) -> str:
+    """What SGLang says of media, as short as an answer has room for: it repeats their bytes."""
+    loading = _LOADING.search(text)
+    return text if loading is None else f"{loading[1].lower()} {loading[2]}: {text.rpartition(': ')[2]}"
