@@ -18,6 +18,7 @@ from enginepool.conversion import TOML, located, value_at, wrong_type
 from enginepool.errors import ConfigError
 from enginepool.host.model_folder import holds_model
 from enginepool.net.address import wrong_address
+from enginepool.net.media_urls import refuse_prefix
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -129,6 +130,7 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
         f"0 to workers, which is {group.workers}",
     )
     _check_operations(at, group, need)
+    _check_media(at, group, need)
     aged = group.ageing_s is None or 0 < group.ageing_s < 1e9
     need(aged, f"{at}.ageing_s", group.ageing_s, "more than 0 and less than 1e9, or left out")
     need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
@@ -166,6 +168,17 @@ def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
     for key in ("packed_workers", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
         value = getattr(group, key)
         need(not value, f"{at}.{key}", value, "none with operations = ['generate'], which has no batches of rows")
+
+
+def _check_media(at: str, group: GroupConfig, need: Need) -> None:
+    root = group.media_root
+    need(not root or root.startswith(("/", "~")), f"{at}.media_root", root, "an absolute path, or one that begins with ~")
+    for index, prefix in enumerate(group.media_urls):
+        why = refuse_prefix(prefix)
+        need(not why, f"{at}.media_urls[{index}]", prefix, why)
+    for key in ("media_root", "media_urls"):
+        unused = getattr(group, key) and "generate" not in group.operations
+        need(not unused, f"{at}.{key}", getattr(group, key), "only with operations = ['generate']")
 
 
 def check_config(config: PoolConfig, *, where: str) -> PoolConfig:

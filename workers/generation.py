@@ -5,6 +5,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,9 +14,10 @@ from enginepool.protocol.generated import column_specs, prompt_specs
 from enginepool.protocol.messages import MAX_MATCHED, MAX_SEQUENCES, MAX_TOP_LOGPROBS, FrameSpec, Step, TaskId
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_generation
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewTokens
+from enginepool.workers.engine import Engine, EngineDied, EngineError, GenerationTask, NewTokens
 from enginepool.workers.events import EngineLost, Frame, GenerationLeft, RunGeneration, StepsDone, WorkerEvent
 from enginepool.workers.failures import reason_of
+from enginepool.workers.media_reader import MediaReader
 
 _ENDED = -1
 
@@ -158,6 +160,7 @@ class GenerationRunner:
         feed: takes what happens.
         spawn: runs a coroutine at the same time as the loop's other work.
         between: the door of the engine.
+        media: reads what tasks name by URL and path; none: nothing is read.
     """
 
     def __init__(
@@ -166,8 +169,10 @@ class GenerationRunner:
         feed: Callable[[WorkerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         between: BetweenBatches,
+        media: MediaReader | None = None,
     ) -> None:
         self._engine, self._feed, self._spawn, self._between = engine, feed, spawn, between
+        self._media = media or MediaReader("", ())
         #: by `top_logprobs`
         self._out = {0: OutgoingSteps(feed)}
         self._running: dict[TaskId, RunningGeneration] = {}
@@ -200,6 +205,13 @@ class GenerationRunner:
         if run.unreadable:
             raise EngineError(run.unreadable)
         task = decode_generation(run.message, run.frames)
+        if all(medium.source == "bytes" for medium in task.media):
+            await self._run_in_engine(task, one)
+            return
+        async with self._media.reading(task.media) as media:
+            await self._run_in_engine(replace(task, media=media), one)
+
+    async def _run_in_engine(self, task: GenerationTask, one: RunningGeneration) -> None:
         async with self._between.batch():
             await self._engine.generate(task, one.emit_top if task.top_logprobs else one.emit)
 

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Batch, Done, Exiting, TaskId, Tokenize, Tokenized
+from enginepool.protocol.messages import Batch, Done, Exiting, MediumKind, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
@@ -46,6 +46,7 @@ from enginepool.workers.generation import GenerationRunner
 from enginepool.workers.link import WorkerLink
 from enginepool.workers.log import report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
+from enginepool.workers.media_reader import MediaReader
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
@@ -85,7 +86,8 @@ class WorkerProcess:
         self.tasks: set[asyncio.Task[None]] = set()
         #: commands run between batches
         self.between = BetweenBatches()
-        self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between)
+        self.media = MediaReader(spec.media_root, spec.media_urls)
+        self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
         self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
@@ -193,6 +195,9 @@ class WorkerProcess:
         try:
             path = await asyncio.to_thread(self._checkpoint)
             capabilities = await self.engine.start(self._report, self.machine.halvings)
+            if any(kind in capabilities.features for kind in get_args(MediumKind)):
+                features = (*capabilities.features, *self.media.features)
+                capabilities = msgspec.structs.replace(capabilities, features=features)
             if path:
                 await self._verify(path)
                 capabilities = msgspec.structs.replace(capabilities, model=self.spec.model)

@@ -30,6 +30,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
         its files is `checkpoint_digest` once the engine has loaded them.
     stager: path of the Unix socket of this worker's stager; empty: there is none.
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
+    media_root: the folder under which media of prompts may be named by path; empty: none is read.
+    media_urls: prefixes of URLs from which media of prompts are fetched; empty: none is.
     keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
     external: no coordinator started this worker: it waits for one without a limit, and its owner ends it.
@@ -47,6 +49,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     version: int = 0
     stager: str = ""
     checkpoint_roots: tuple[str, ...] = ()
+    media_root: str = ""
+    media_urls: tuple[str, ...] = ()
     keys: str = ""
     lifeline_fd: int | None = None
     external: bool = False

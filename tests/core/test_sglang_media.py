@@ -2,12 +2,13 @@
 
 import asyncio
 
-from enginepool.workers.sglang.generate.media import PixelRoom, media_error
+from enginepool.workers.room import Room
+from enginepool.workers.sglang.generate.media import media_error
 
 
 def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_room_runs_alone() -> None:
     async def scene() -> None:
-        room, took = PixelRoom(10), list[str]()
+        room, took = Room(10), list[str]()
 
         async def take(name: str, pixels: int) -> None:
             await room.take(pixels)
@@ -17,8 +18,9 @@ def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_roo
         waiting = [asyncio.create_task(take(*one)) for one in (("large", 99), ("small", 1))]
         await asyncio.sleep(0)
         assert not took  # the small one would fit
-        first()
-        first()
+        first.shrink(9)
+        first.give_back()
+        first.give_back()
         await asyncio.wait(waiting[:1])
         assert took == ["large"] and room.free == 0
         waiting[1].cancel()

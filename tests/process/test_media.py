@@ -1,4 +1,4 @@
-"""Images of prompts through a real coordinator and its sim workers, whose tokens depend on them."""
+"""Images of prompts through a real coordinator and its sim workers, whose tokens depend on them: a fault changes no token."""
 
 import asyncio
 import os
@@ -6,16 +6,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
-from enginepool import Pool
+from enginepool import Pool, errors
 from enginepool.protocol.messages import Sampling
 from enginepool.workers.engine import TaskMedium
 from enginepool.workers.sim.generation import media_ids
 from enginepool.workers.sim.tokens import expected_output
-from tests.process.daemons import PATIENCE_S
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
-from tests.process.test_generate import SAMPLING, STREAMS, VOCAB, generating, prompt, run, workers_of
+from tests.process.test_generate import GENERATES, SAMPLING, STREAMS, VOCAB, generating, prompt, run, workers_of
 
 
 def wanted(i: int, *images: bytes, sampling: dict[str, Any] = SAMPLING) -> list[int]:
@@ -43,5 +46,27 @@ def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_im
             os.kill(workers_of(daemon)[0], signal.SIGKILL)
             found = await call
             assert [one.token_ids.tolist() for [one] in found] == [wanted(i, b"x", images[i]) for i in range(STREAMS)]
+
+    run(scene)
+
+
+def test_a_worker_reads_paths_under_its_media_root_and_refuses_others(processes: Processes, tmp_path: Path) -> None:
+    root = tmp_path / "media"
+    root.mkdir()
+    (root / "a.png").write_bytes(b"an image")
+    (tmp_path / "secret").write_bytes(b"a secret")
+    config = sim_pool(tmp_path, workers=1, options=GENERATES, generates=True)
+    group = msgspec.structs.replace(config.groups["g"], media_root=str(root))
+    daemon = ForkedDaemon(processes, msgspec.structs.replace(config, groups={"g": group})).listening()
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            found = await pool.generate([prompt(1), prompt(2)], images=[Path("a.png"), root / "a.png"], **SAMPLING)
+            assert [one.token_ids.tolist() for [one] in found] == [wanted(1, b"an image"), wanted(2, b"an image")]
+            with pytest.raises(errors.EngineFailed, match="image 0: no file of its path under media_root of the group"):
+                await pool.generate(prompt(1), images=tmp_path / "secret", **SAMPLING)
+            with pytest.raises(errors.BadRequest, match="a URL, and the workers of this group fetch none") as refused:
+                await pool.generate(prompt(1), images="https://a.com/b.png", **SAMPLING)
+            assert refused.value.field == "media[0]"
 
     run(scene)

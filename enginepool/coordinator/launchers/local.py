@@ -35,7 +35,7 @@ KEPT_LOGS = 20
 #: fields of a group's configuration that its workers are started with as they are
 _GROUP_FIELDS = (
     "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
-    "forwards_in_flight", "reserve_staging", "checkpoint_roots",
+    "forwards_in_flight", "reserve_staging", "checkpoint_roots", "media_root", "media_urls",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from enginepool.protocol.messages import Capabilities
@@ -71,31 +71,6 @@ def _pixels(i: int, data: bytes) -> int:
     if width * height > MAX_PIXELS:
         raise EngineError(f"image {i}: {width} × {height} pixels; at most {MAX_PIXELS}")
     return width * height
-
-
-class PixelRoom:
-    """Room for the images that are decoded at once. A sequence that finds none waits, those before it first."""
-
-    def __init__(self, pixels: int = ROOM_PIXELS) -> None:
-        self._most = self.free = pixels
-        self._turn = asyncio.Lock()
-        self._more = asyncio.Event()
-
-    async def take(self, pixels: int) -> Callable[[], None]:
-        """Wait for room for so many pixels. The function that this returns gives it back; once is enough."""
-        held = min(pixels, self._most)
-        async with self._turn:
-            while self.free < held:
-                self._more.clear()
-                await self._more.wait()
-            self.free -= held
-
-        def give_back() -> None:
-            nonlocal held
-            self.free, held = self.free + held, 0
-            self._more.set()
-
-        return give_back
 
 
 def check_placeholders(processor: Any) -> None:

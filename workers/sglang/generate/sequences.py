@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,14 @@ import numpy as np
 
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
-from enginepool.workers.sglang.generate.media import PixelRoom, check_placeholders, media_error, pixels_of, refuse_untaken
+from enginepool.workers.room import Held, Room
+from enginepool.workers.sglang.generate.media import (
+    ROOM_PIXELS,
+    check_placeholders,
+    media_error,
+    pixels_of,
+    refuse_untaken,
+)
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
@@ -47,7 +54,7 @@ class EngineGeneration:
         self._requests = requests
         self._processor = processor
         #: for the images that are decoded now
-        self.room = PixelRoom()
+        self.room = Room(ROOM_PIXELS)
         if self._tm.mm_processor is not None:
             check_placeholders(self._tm.mm_processor)
         settings = running.settings
@@ -133,7 +140,7 @@ class Sequences:
         self._dropped = False
         #: pixels of its images, and what gives their room back: one for each sequence that has no tokens yet
         self._pixels = 0
-        self._rooms: dict[int, Callable[[], None]] = {}
+        self._rooms: dict[int, Held] = {}
         #: sequences that were given up here, and why
         self._failed: dict[int, str] = {}
 
@@ -197,8 +204,8 @@ class Sequences:
 
     def _give_back(self, sequence: int) -> None:
         """Its images are computed, or it has ended."""
-        if (give_back := self._rooms.pop(sequence, None)) is not None:
-            give_back()
+        if (room := self._rooms.pop(sequence, None)) is not None:
+            room.give_back()
 
     def _detailed(self, new: NewTokens, message: Any, place: int) -> NewTokens:
         """New tokens with the rest that the task asks for. Raises EngineError."""
