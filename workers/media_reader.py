@@ -20,11 +20,11 @@ from typing import Any
 from enginepool.net.media_urls import is_allowed
 from enginepool.protocol.messages import MAX_MEDIUM_BYTES
 from enginepool.workers.engine import EngineError, TaskMedium
-from enginepool.workers.room import Room
+from enginepool.workers.room import SharedRoom
 
 #: Seconds for one URL, and for each wait for its bytes.
 FETCH_S, SILENCE_S = 20.0, 10.0
-#: Read at once, from whatever hosts.
+#: How many are read at once.
 THREADS = 8
 #: Bytes that were read for one prompt, and for all sequences that run.
 PROMPT_BYTES, HELD_BYTES = 256 << 20, 1 << 30
@@ -49,7 +49,7 @@ class MediaReader:
     def __init__(self, root: str, urls: Sequence[str]) -> None:
         self._root = os.path.realpath(os.path.expanduser(root)) if root else ""
         self._urls = tuple(urls)
-        self._room = Room(HELD_BYTES)
+        self._room = SharedRoom(HELD_BYTES)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="media")
 
     @property

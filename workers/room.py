@@ -4,9 +4,9 @@ import asyncio
 
 
 class Held:
-    """A part of a `Room`, until it is given back."""
+    """A part of a `SharedRoom`, until it is given back."""
 
-    def __init__(self, room: "Room", amount: int) -> None:
+    def __init__(self, room: "SharedRoom", amount: int) -> None:
         self._room, self._amount = room, amount
 
     def shrink(self, to: int) -> None:
@@ -20,7 +20,7 @@ class Held:
         self.shrink(0)
 
 
-class Room:
+class SharedRoom:
     """Room for so much of something."""
 
     def __init__(self, most: int) -> None:

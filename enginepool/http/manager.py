@@ -16,6 +16,7 @@ from typing import Any, cast
 from enginepool.client.arguments import bad
 from enginepool.errors import EnginepoolError
 from enginepool.http.failures import status_of
+from enginepool.http.media import take_media
 from enginepool.http.options import read_options
 from enginepool.http.refusals import refuse_dangerous, refused
 from enginepool.http.samples import Generator, PoolCall, Samples
@@ -90,6 +91,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             if request is not None and "timeout" not in call.options:
                 call.options = {**call.options, **read_options(request.headers)}
             refuse_dangerous(obj)
+            call.media = take_media(obj)
             async for answer in base.generate_request(obj, request):
                 if call.failure is not None and not begun:
                     raise call.failure

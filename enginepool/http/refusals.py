@@ -8,7 +8,6 @@ from enginepool.errors import BadRequest
 from enginepool.protocol.messages import MAX_SEQUENCES, MAX_TOP_LOGPROBS
 from enginepool.protocol.sampling import GRAMMARS
 
-_MEDIA = "only text is served; give the text of the message alone"
 _RETURNED = "the pool returns tokens, text and log-probabilities alone"
 _DISAGGREGATED = "the coordinator chooses the engine"
 _CACHE = "the pool does not hand it on to its engines"
@@ -18,9 +17,6 @@ _SESSION = "the pool has no sessions; send the whole conversation, whose beginni
 _REFUSED: dict[str, tuple[str, str]] = {
     "custom_logit_processor": ("custom_logit_processor", "it is a program, and a program is never taken from a request"),
     "lora_path": ("lora_path", "the pool serves no LoRA adapters; the model's name has no ':ADAPTER'"),
-    "image_data": ("messages", _MEDIA),
-    "video_data": ("messages", _MEDIA),
-    "audio_data": ("messages", _MEDIA),
     "input_embeds": ("input_embeds", "a prompt is text or token ids"),
     "embed_overrides": ("embed_overrides", "a prompt is text or token ids"),
     "positional_embed_overrides": ("positional_embed_overrides", "a prompt is text or token ids"),

@@ -57,6 +57,8 @@ class PoolCall:
         self.failure: EnginepoolError | None = None
         #: its sequences, by SGLang's id
         self.sequences: dict[str, PoolSequence] = {}
+        #: arguments of `Pool.generate`: those of its prompt
+        self.media: dict[str, list[str]] = {}
         #: one for each prompt
         self.prompts: list[Samples] = []
         #: the caller has taken an answer
@@ -133,7 +135,8 @@ class Samples:
         return {**options, "priority": request.priority or 0, **self.call.options}
 
     async def _generate(self) -> None:
-        whole = await self._reports.pool.generate([np.asarray(self._request.input_ids)], **self._options())
+        media = {name: [urls] for name, urls in self.call.media.items()}
+        whole = await self._reports.pool.generate([np.asarray(self._request.input_ids)], **self._options(), **media)
         for sequence, found in zip(self._sequences, whole[0], strict=True):
             sequence.cached_tokens = whole.usage.cached_tokens
             sequence.add_prompt(whole)
@@ -146,7 +149,9 @@ class Samples:
     async def _stream(self) -> None:
         alone = len(self._sequences) == 1
         last: dict[str, Any] | None = None
-        async with self._reports.pool.stream(np.asarray(self._request.input_ids), **self._options()) as stream:
+        async with self._reports.pool.stream(
+            np.asarray(self._request.input_ids), **self._options(), **self.call.media
+        ) as stream:
             while (chunk := await stream.next_chunk()) is not None:
                 sequence = self._sequences[chunk.sequence]
                 sequence.add(chunk, slice(None), chunk.version)

@@ -10,6 +10,7 @@ from enginepool.client.openai_calls import OpenAICalls
 from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
 from enginepool.http.build import SETTINGS, check_settings
 from enginepool.http.failures import body_of, status_of
+from enginepool.http.media import take_media
 from enginepool.http.options import read_options
 from enginepool.http.refusals import refuse_dangerous, refuse_template
 from enginepool.http.sampling import pool_options
@@ -27,8 +28,6 @@ def request(parameters: Any = None, **given: Any) -> Any:
         ({"custom_logit_processor": '{"callable": "80"}'}, "custom_logit_processor"),
         ({"custom_logit_processor": [None, "80"]}, "custom_logit_processor"),
         ({"lora_path": "adapter"}, "lora_path"),
-        ({"image_data": [["/etc/passwd"]]}, "messages"),
-        ({"audio_data": ["http://localhost/"]}, "messages"),
         ({"session_params": {"id": "a"}}, "session_params"),
         ({"return_hidden_states": "last"}, "return_hidden_states"),
         ({"routed_dp_rank": 0}, "routed_dp_rank"),
@@ -79,6 +78,22 @@ def test_what_the_pool_serves_passes() -> None:
     refuse_template({"enable_thinking": False})
     with pytest.raises(BadRequest, match="chat_template is a program"):
         refuse_template({"chat_template": "{{ 1 }}"})
+
+
+def test_media_of_messages_go_to_the_pool_by_their_urls_and_sglang_is_left_none() -> None:
+    image, audio = SimpleNamespace(url="data:image/png;base64,AAAA", detail="low"), "https://a.b/c.wav"
+    asked = request(image_data=[image, image], video_data=None, audio_data=[audio])
+    assert take_media(asked) == {"images": [image.url, image.url], "audio": [audio]}
+    assert asked.image_data is asked.audio_data is None and take_media(asked) == {}
+
+
+@pytest.mark.parametrize(
+    "one", ["/etc/passwd", "file:///etc/passwd", "AAAA", ["data:,"], SimpleNamespace(url="a.png"), {"feature": 1}]
+)
+def test_a_medium_of_a_message_that_is_no_url_is_refused(one: Any) -> None:
+    with pytest.raises(BadRequest, match=r"^messages: not served by this pool: a medium of a message is a URL") as failed:
+        take_media(request(image_data=[one]))
+    assert failed.value.field == "messages"
 
 
 def test_an_id_of_a_request_is_a_text() -> None:

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from enginepool.workers.room import Room
+from enginepool.workers.room import SharedRoom
 from enginepool.workers.sglang.generate.media import media_error
 
 
 def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_room_runs_alone() -> None:
     async def scene() -> None:
-        room, took = Room(10), list[str]()
+        room, took = SharedRoom(10), list[str]()
 
         async def take(name: str, pixels: int) -> None:
             await room.take(pixels)

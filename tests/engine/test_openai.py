@@ -17,7 +17,9 @@ import pytest
 from enginepool.config import GroupConfig, PoolConfig
 from tests.engine.forked import PRELOADED, ForkedDaemon
 from tests.engine.language_models import LanguageModel
+from tests.engine.openai_vision import IMAGES
 from tests.engine.reference import Models, Reference
+from tests.engine.vision_models import make_vision_model
 from tests.process.forking import ForkedProcess, file_command
 from tests.process.processes import Processes
 
@@ -68,6 +70,19 @@ def played(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize("name", names())
 def test_openai_client(played: dict[str, str], name: str) -> None:
     assert played[name] == "", played[name]
+
+
+@pytest.mark.every_version
+def test_images_of_a_chat_go_to_the_pool_with_their_placeholders_and_are_not_opened_here(tmp_path: Path) -> None:
+    placeholder = make_vision_model(tmp_path / "model")
+    said = run(Path(__file__).with_name("openai_vision.py"), tmp_path / "model", tmp_path)
+    whole, streamed, refused = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))
+    for asked, images in ((whole, [IMAGES]), (streamed, IMAGES)):
+        assert asked["images"] == images
+        [ids] = asked["prompts"]
+        places = [at for at, token in enumerate(ids) if token == placeholder[1]]
+        assert len(places) == 2 and all(ids[at - 1 : at + 2] == placeholder for at in places)
+    assert refused == ["messages", 400]
 
 
 @pytest.fixture(scope="module")

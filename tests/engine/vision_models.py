@@ -13,6 +13,13 @@ from enginepool.workers import cpu_bridge
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CONTEXT, VOCAB = 1024, 512
+#: How messages become a prompt, as in Qwen-VL.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' or 'image_url' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make_vision_model(folder: Path) -> list[int]:
@@ -42,11 +49,14 @@ def make_vision_model(folder: Path) -> list[int]:
     library.Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
     tokenizer = library.PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=tiny.EOS, pad_token=tiny.EOS, model_max_length=CONTEXT,
-        extra_special_tokens={"image_token": SPECIAL[2]},
+        extra_special_tokens={"image_token": SPECIAL[2]}, chat_template=CHAT_TEMPLATE,
     )  # fmt: skip
     images = library.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=64 * 28 * 28)
     videos = library.Qwen2VLVideoProcessor()
-    library.Qwen2VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos).save_pretrained(folder)
+    processor = library.Qwen2VLProcessor(
+        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=CHAT_TEMPLATE
+    )
+    processor.save_pretrained(folder)
     return [start, image, end]
 
 

@@ -104,7 +104,7 @@ def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, S
     new = expected_tokens(work, len(first.tokens))
     if slots < 1:
         return 0, (request, start, start)
-    # At a worker that is empty, one sequence fits whatever its media are expected to take: else it would never run.
+    # At a worker that is empty, one sequence fits, however much its media are expected to take: else it would never run.
     room = can.inflight_tokens - prompt - len(first.tokens) - new
     prompt += min(work.media.expected_tokens(start // work.n), max(0, room))
     if first.tokens:

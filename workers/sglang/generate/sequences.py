@@ -12,7 +12,7 @@ import numpy as np
 
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
-from enginepool.workers.room import Held, Room
+from enginepool.workers.room import Held, SharedRoom
 from enginepool.workers.sglang.generate.media import (
     ROOM_PIXELS,
     check_placeholders,
@@ -54,7 +54,7 @@ class EngineGeneration:
         self._requests = requests
         self._processor = processor
         #: for the images that are decoded now
-        self.room = Room(ROOM_PIXELS)
+        self.room = SharedRoom(ROOM_PIXELS)
         if self._tm.mm_processor is not None:
             check_placeholders(self._tm.mm_processor)
         settings = running.settings
