@@ -18,6 +18,11 @@ LEAST_TOKENS, BYTES_PER_TOKEN = 1024, 1024
 SOURCE_FEATURES = {"url": "media_url", "path": "media_path"}
 
 
+def expected_tokens(nbytes: int) -> int:
+    """What a medium of so many bytes is expected to take in the engine."""
+    return max(LEAST_TOKENS, nbytes // BYTES_PER_TOKEN)
+
+
 class MediaSpan(msgspec.Struct, frozen=True, gc=False):
     """The media of one prompt: from `first` to `end` in the list, from `begin` to `stop` in the bytes. `tokens`: what they are
     expected to take."""
@@ -84,7 +89,7 @@ def read_media(media: Sequence[Medium], specs: Sequence[FrameSpec], frames: Sequ
             if feature is not None:
                 needs.setdefault(feature, at)
         span = spans.get(one.prompt) or MediaSpan(at, at, begin, begin, 0)
-        tokens = span.tokens + max(LEAST_TOKENS, length // BYTES_PER_TOKEN)
+        tokens = span.tokens + expected_tokens(length)
         spans[one.prompt] = MediaSpan(span.first, at + 1, span.begin, begin + length, tokens)
         begin, before = begin + length, one.prompt
     return RequestMedia(tuple(media), tuple(frames), spans, needs)

@@ -149,6 +149,7 @@ class NewTokens(NamedTuple):
 
     reason: "" while the sequence goes on; "stop", with the token id or the text in `matched`, or "length" with its last tokens.
     cached: once, with the first tokens of the task: how many tokens of its prompt the engine had in its prefix cache.
+    prompt: with it, for a prompt with media: how many tokens the prompt has in the engine.
     prompt_logprobs: with them, if asked for: as many as asked for; the first one is NaN.
     top_ids, top_logprobs: for each token as many as asked for, the most probable first.
     prompt_top_ids, prompt_top_logprobs: the same of the tokens in `prompt_logprobs`; -1 and NaN for the first one.
@@ -165,6 +166,7 @@ class NewTokens(NamedTuple):
     top_logprobs: Sequence[Sequence[float]] = ()
     prompt_top_ids: Sequence[Sequence[int]] = ()
     prompt_top_logprobs: Sequence[Sequence[float]] = ()
+    prompt: int | None = None
 
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.

@@ -97,6 +97,7 @@ class StepsDone(WorkerEvent, frozen=True):
     frames: tuple[Frame, ...]
     cached: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
+    lengths: list[tuple[int, int]] = []
 
 
 class GenerationLeft(WorkerEvent, frozen=True):

@@ -45,6 +45,7 @@ class OutgoingSteps:
         self._cached: list[tuple[int, int]] = []
         self._top_ids, self._top_logprobs = array("i"), array("f")
         self._prompts: list[tuple[int, int]] = []
+        self._lengths: list[tuple[int, int]] = []
         self._prompt_logprobs, self._prompt_top_ids, self._prompt_top_logprobs = array("f"), array("i"), array("f")
 
     def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -62,9 +63,12 @@ class OutgoingSteps:
             self._due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
-    def add_cached(self, counter: int, tokens: int) -> None:
-        """The task whose first tokens were just added had so many tokens of its prompt in the engine's prefix cache."""
+    def add_cached(self, counter: int, tokens: int, prompt: int | None) -> None:
+        """The task whose first tokens were just added had so many tokens of its prompt in the engine's prefix cache. `prompt`:
+        of how many, where its ids do not tell."""
         self._cached.append((counter, tokens))
+        if prompt is not None:
+            self._lengths.append((counter, prompt))
 
     def add_prompt(self, counter: int, new: NewTokens) -> None:
         """The log-probabilities of the prompt of that task."""
@@ -97,7 +101,8 @@ class OutgoingSteps:
             frames.append(self._prompt_logprobs.tobytes())
             if self._top:
                 frames += (self._prompt_top_ids.tobytes(), self._prompt_top_logprobs.tobytes())
-        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), self._cached, self._prompts)
+        told = self._cached, self._prompts, self._lengths
+        event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), *told)
         self._clear()
         self._feed(event)
 
@@ -128,7 +133,7 @@ class RunningGeneration:
         epoch, counter = self.task
         self._out.add(epoch, Step(counter, sequence, at, count, new.reason, matched), tokens, new.logprobs)
         if new.cached is not None:
-            self._out.add_cached(counter, new.cached)
+            self._out.add_cached(counter, new.cached, new.prompt)
         if new.prompt_logprobs:
             self._out.add_prompt(counter, new)
 

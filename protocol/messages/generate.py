@@ -278,7 +278,8 @@ class GenerationProgress(Message, tag="progress"):
     of their own. Frames: as in `Tokens`. All by weights of `version`.
 
     `cached`: [task, tokens], once with the first tokens of a task: how many tokens of its prompt the engine had in its prefix
-    cache. `prompts`: [task, count], once with them, if asked for.
+    cache. `prompts`: [task, count], once with them, if asked for. `lengths`: [task, tokens], once with them, if its prompt has
+    media: how many tokens the prompt has in the engine.
     """
 
     epoch: int
@@ -287,3 +288,4 @@ class GenerationProgress(Message, tag="progress"):
     frames: list[FrameSpec]
     cached: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
+    lengths: list[tuple[int, int]] = []

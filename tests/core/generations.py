@@ -92,10 +92,11 @@ class GeneratingPool(Pool):
         cached: Sequence[tuple[int, int]] = (),
         top: int = 0,
         prompts: Sequence[tuple[Sent, Sequence[float]]] = (),
+        lengths: Sequence[tuple[int, int]] = (),
     ) -> ev.TokensGenerated:
         """What a worker says that generated: for each of (task, sequence, position, tokens, reason) a step.
         `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache.
-        `prompts`: the log-probabilities of prompts of tasks."""
+        `prompts`: the log-probabilities of prompts of tasks. `lengths`: (number of a step, tokens of its prompt)."""
         made: list[Step] = []
         flat: list[int] = []
         for task, sequence, at, tokens, reason in steps:
@@ -105,12 +106,13 @@ class GeneratingPool(Pool):
         tokens_ = memoryview(np.array(flat, np.int32).tobytes())
         chances = memoryview(columns(flat, top) if logprobs else b"")
         had = [(made[place].task, count) for place, count in cached]
+        longer = [(made[place].task, count) for place, count in lengths]
         sent: list[tuple[int, int]] = []
         for task, values in prompts:
             assert isinstance(task.message, StartGeneration)
             sent.append((task.message.task[1], len(values)))
         data = b"".join(prompt_columns(values, top) for _, values in prompts)
-        return ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data)
+        return ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data, longer)
 
 
 def columns(tokens: Sequence[int], top: int = 0) -> bytes:

@@ -179,6 +179,27 @@ def test_samples_share_the_room_of_their_media_and_give_their_own_back() -> None
     assert worker.cost == 0
 
 
+def test_the_usage_of_an_answer_has_the_tokens_that_media_took_in_the_engine() -> None:
+    pool = GeneratingPool()
+    link, client = pool.worker(can=CAN), pool.client()
+    pool.submit(client, 1, work({"images": [b"a", None]}, 2))
+    first, second = pool.tasks()
+    told: Any = {"cached": [(0, 40), (1, 3)], "lengths": [(0, 50)]}
+    sent = pool.step(link, (first, 0, 0, [5], "stop"), (second, 0, 0, [5], "stop"), **told)
+    usage = outputs(sent)[1][0].usage
+    assert (usage.prompt_tokens, usage.cached_tokens) == (50 + 3, 40 + 3)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(0, 0), (CAN.context + 1, 0), (50, 51)])
+def test_a_worker_whose_prompt_has_a_length_that_cannot_be_is_lost(length: int, cached: int) -> None:
+    pool = GeneratingPool()
+    link = pool.worker(can=CAN)
+    [task] = pool.tasks(pool.submit(pool.client(), 1, work({"images": [b"a"]}, 1)))
+    assert not pool.machine.core.groups["g"].workers["w"].lost
+    pool.step(link, (task, 0, 0, [5], ""), cached=[(0, cached)], lengths=[(0, length)])
+    assert "w" not in pool.machine.core.groups["g"].workers
+
+
 # --- what is interrupted ------------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,15 @@ def test_tokens_after_images_equal_those_of_transformers(vision: Vision) -> None
         assert [sequence.tokens for sequence in sequences] == [vision.wanted(one_asked)] * one_asked.n
 
 
+def test_the_engine_says_how_many_tokens_a_prompt_has_with_its_images(vision: Vision) -> None:
+    asked = vision.asked([5, 17, 300], WIDE, [40], TALL)
+    whole, _ = vision.reference.expanded(asked.prompt.tolist(), [WIDE, TALL])
+    [emitted] = vision.engine.call("generate", (asked,))
+    assert [new.prompt for new in emitted if new.cached is not None] == [len(whole)]
+    [emitted] = vision.engine.call("generate", (asked,))
+    assert [new.cached for new in emitted if new.cached is not None] == [len(whole) - 1]
+
+
 def test_a_sequence_goes_on_after_its_tokens_with_its_image(vision: Vision) -> None:
     whole = vision.asked([5, 17, 300], WIDE, [40, 41, 42])
     tokens = vision.wanted(whole)
@@ -93,7 +102,7 @@ def test_a_bad_image_is_one_error_to_its_caller_and_others_go_on(vision: Vision)
         (replace(vision.asked([7, 8]), media=vision.asked(WIDE).media), "1 given, and the prompt has placeholders for 0"),
         (replace(vision.asked([*image, 8]), media=vision.asked(WIDE, TALL).media), "2 given, and the prompt has placeholders"),
         (replace(vision.asked(WIDE, [8]), media=(TaskMedium("video", "bytes", b"a"),)), "this engine takes no video"),
-        (vision.asked([5], WIDE, count=CONTEXT - 10), "Requested token count exceeds"),
+        (vision.asked([5], WIDE, count=CONTEXT - 20), "18 tokens with media, and max_new_tokens = 1004; at most 1018 together"),
     ]
     good = vision.asked([5, 17, 300], WIDE, [40, 41, 42])
     for asked, said in cases:

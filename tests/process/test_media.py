@@ -46,6 +46,8 @@ def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_im
             os.kill(workers_of(daemon)[0], signal.SIGKILL)
             found = await call
             assert [one.token_ids.tolist() for [one] in found] == [wanted(i, b"x", images[i]) for i in range(STREAMS)]
+            # The sim engine has a digest of 8 tokens ahead of each prompt.
+            assert found.usage.prompt_tokens == sum(8 + len(prompt(i)) for i in range(STREAMS))
 
     run(scene)
 

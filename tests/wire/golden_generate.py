@@ -253,6 +253,7 @@ def _workers() -> list[Valid]:
                 "steps": [[8, 0, 2, 2, "", None], [9, 1, 0, 1, "stop", 41]],
                 "frames": _specs(*tokens),
                 "cached": [[8, 3]],
+                "lengths": [[8, 270]],
             },
             tokens,
         ),

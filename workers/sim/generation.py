@@ -155,9 +155,9 @@ class SimGenerator:
             if i:
                 continue  # its prompt is computed once
             weights = self._weights()
-            entry.cached = min(self.cache.found(entry.prompt, weights), len(entry.task.prompt))
+            entry.cached = self.cache.found(entry.prompt, weights)
             self.cache.add(entry.prompt, weights)
-            tokens += len(entry.task.prompt) - entry.cached
+            tokens += len(entry.prompt) // 4 - entry.cached
             for fault in faults_of_task(self._options.faults, entry.task.prompt, entry.number):
                 try:
                     await self._suffer(fault, len(self._running) + len(entry.sequences) - 1)
@@ -177,6 +177,8 @@ class SimGenerator:
         if task.top_logprobs:
             ids, logprobs = top_of(drawn, task.top_logprobs, self._options.vocab)
             new = new._replace(top_ids=(ids,), top_logprobs=(logprobs,))
+        if new.cached is not None and task.media:
+            new = new._replace(prompt=len(entry.prompt) // 4)
         if new.cached is not None and task.prompt_logprobs:
             known = prompt_logprobs(entry.prompt, task.prompt_logprobs, weights)
             ids, chances = prompt_top_of(entry.prompt, known, task.top_logprobs, self._options.vocab)

@@ -254,9 +254,9 @@ class BatchDone(Event):
 
 class TokensGenerated(Event):
     """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none).
-    `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none. `cached`: as
-    in `GenerationProgress`. `top`: `top_logprobs` of all of them; then `logprobs` are their columns. `prompt_columns`:
-    likewise of the tokens of `prompts`."""
+    `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none. `cached`,
+    `lengths`: as in `GenerationProgress`. `top`: `top_logprobs` of all of them; then `logprobs` are their columns.
+    `prompt_columns`: likewise of the tokens of `prompts`."""
 
     link: Link
     epoch: int
@@ -269,6 +269,7 @@ class TokensGenerated(Event):
     top: int = 0
     prompts: Sequence[tuple[int, int]] = ()
     prompt_columns: Buffer = b""
+    lengths: Sequence[tuple[int, int]] = ()
 
 
 class TextTokenized(Event):

@@ -47,8 +47,8 @@ class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
     __slots__ = (
-        "behind", "blocks", "cached", "credit", "expected", "losses", "lost_with", "prompt_tasks", "prompts", "sent",
-        "sequences", "taken", "tasks",
+        "behind", "blocks", "cached", "credit", "expanded", "expected", "losses", "lost_with", "prompt_tasks", "prompts",
+        "sent", "sequences", "taken", "tasks",
     )  # fmt: skip
 
     def __init__(self, work: GenerateWork) -> None:
@@ -63,6 +63,8 @@ class GenerationState(Generic[T]):
         self.blocks: tuple[int, list[int]] = (-1, [])
         #: by the number of a prompt: how many of its tokens an engine had in its prefix cache
         self.cached: dict[int, int] = {}
+        #: by the number of a prompt with media: how many tokens it has in the engine
+        self.expanded: dict[int, int] = {}
         #: by the number of a prompt: its log-probabilities, as bytes of float32; and the task that was last asked for them
         self.prompts: dict[int, bytes] = {}
         self.prompt_tasks: dict[int, TaskId] = {}

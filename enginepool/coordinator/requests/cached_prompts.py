@@ -1,4 +1,4 @@
-"""Tokens of prompts that engines found in their prefix caches: for the usage in an answer, and for the status. Pure."""
+"""Tokens of prompts, and those that engines found in their prefix caches, for the usage in an answer and the status. Pure."""
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.worker import Worker
@@ -9,6 +9,7 @@ from enginepool.coordinator.scheduling.generation_slots import prompt_length
 def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
     """Count the cached tokens that a worker reports. Called before its new tokens are taken. Returns why no engine could have
     reported them, or ""."""
+    lengths, can = dict(e.lengths), worker.capabilities
     for counter, cached in e.cached:
         batch = worker.batches.get((e.epoch, counter))
         if batch is None:
@@ -19,7 +20,12 @@ def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
             return f"it reported cached tokens for task {counter}, which does not generate"
         number = start // work.n
         prompt = prompt_length(request, number)
-        whole = prompt + len(state.sequences[start].tokens)
+        output = len(state.sequences[start].tokens)
+        if number in work.media.spans and counter in lengths:
+            if can is None or not output < lengths[counter] <= can.context:
+                return f"it reported a prompt of {lengths[counter]} tokens"
+            prompt = state.expanded[number] = lengths[counter] - output
+        whole = prompt + output
         if not 0 <= cached <= whole:
             return f"it reported {cached} cached tokens of a prompt of {whole}"
         # Each prompt counts once, as it was when its first task began.

@@ -18,7 +18,7 @@ from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.stream_messages import StreamMessages, UnsentTokens, send_prompts
-from enginepool.coordinator.scheduling.generation_slots import expected_tokens, remember
+from enginepool.coordinator.scheduling.generation_slots import expected_tokens, prompt_length, remember
 from enginepool.coordinator.scheduling.preemption import to_preempt
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.generated import write_generated
@@ -322,7 +322,8 @@ def answer(requests: StreamRequests, request: Request) -> None:
             note_sequence(batch, place)
     began = request.started or now
     tokens = sum(len(sequence.tokens) for sequence in state.sequences)
-    usage = GenerationUsage(len(state.sequences), work.tokens, tokens, sum(state.cached.values()))
+    prompts = work.tokens + sum(count - prompt_length(request, number) for number, count in state.expanded.items())
+    usage = GenerationUsage(len(state.sequences), prompts, tokens, sum(state.cached.values()))
     timings = Timings(int((began - request.arrival) * 1e6), int((now - began) * 1e6))
     answered = [sequence.answered(sequence.end) for sequence in state.sequences if sequence.end is not None]
     empty = Generated(

@@ -212,8 +212,9 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     chances = views[1] if len(views) > 1 else memoryview(b"")
     largest = int(np.frombuffer(views[0], np.uint32).max()) if total else -1
     return ev.TokensGenerated(
-        now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest, progress.cached
-    )
+        now, link, progress.epoch, progress.version, progress.steps, views[0], chances, largest, progress.cached,
+        lengths=progress.lengths,
+    )  # fmt: skip
 
 
 def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Sequence[Buffer], total: int) -> ev.Event:
@@ -224,7 +225,7 @@ def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     return ev.TokensGenerated(
         now, link, progress.epoch, progress.version, progress.steps, memoryview(frames[0]).cast("B"),
         memoryview(columns).cast("B"), int(ids.max()) if ids.size else -1, progress.cached, top or prompt_top(progress.frames),
-        progress.prompts, read_prompt_columns(progress.frames, frames) if progress.prompts else b"",
+        progress.prompts, read_prompt_columns(progress.frames, frames) if progress.prompts else b"", progress.lengths,
     )  # fmt: skip
 
 

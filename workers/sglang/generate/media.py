@@ -73,8 +73,9 @@ def _pixels(i: int, data: bytes) -> int:
     return width * height
 
 
-def check_placeholders(processor: Any) -> None:
-    """Have SGLang's processor of a model refuse media for which the prompt has no placeholder. It would leave them out."""
+def check_expanded(processor: Any, context: int) -> None:
+    """Have SGLang's processor of a model refuse media for which the prompt has no placeholder, which it would leave out, and
+    prompts that are longer with their media than an engine of this context takes."""
     process = processor.process_mm_data_async
 
     async def checked(*args: Any, **kwargs: Any) -> Any:
@@ -86,6 +87,9 @@ def check_placeholders(processor: Any) -> None:
             count = sum(max(1, len(item.offsets or ())) for item in items if item.modality.name.lower() == kind)
             if count < len(given or ()):
                 raise ValueError(f"{kind}: {len(given)} given, and the prompt has placeholders for {count}")
+        tokens, new = len(getattr(found, "input_ids", None) or ()), asked.sampling_params["max_new_tokens"]
+        if tokens + new > context:
+            raise ValueError(f"{tokens} tokens with media, and max_new_tokens = {new}; at most {context} together")
         return found
 
     processor.process_mm_data_async = checked

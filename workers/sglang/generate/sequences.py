@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from enginepool.protocol.media import expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.room import Held, SharedRoom
 from enginepool.workers.sglang.generate.media import (
     ROOM_PIXELS,
-    check_placeholders,
+    check_expanded,
     media_error,
     pixels_of,
     refuse_untaken,
@@ -56,7 +57,7 @@ class EngineGeneration:
         #: for the images that are decoded now
         self.room = SharedRoom(ROOM_PIXELS)
         if self._tm.mm_processor is not None:
-            check_placeholders(self._tm.mm_processor)
+            check_expanded(self._tm.mm_processor, capabilities.context)
         settings = running.settings
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
@@ -134,10 +135,12 @@ class Sequences:
         self._prefills: dict[int, Prefill] = {}
         self._prefilled = asyncio.Event()
         #: the task asks for more than tokens and their logprobs
-        self._detail = bool(task.top_logprobs or task.prompt_logprobs)
+        self._detail = bool(task.top_logprobs or task.prompt_logprobs or task.media)
         #: the first sequence has tokens
         self._began = False
         self._dropped = False
+        #: what its prompt is expected to have in the engine
+        self._tokens = len(self._prompt) + sum(expected_tokens(len(one.data)) for one in task.media)
         #: pixels of its images, and what gives their room back: one for each sequence that has no tokens yet
         self._pixels = 0
         self._rooms: dict[int, Held] = {}
@@ -180,7 +183,7 @@ class Sequences:
         """Return at the end of a sequence, whose tokens are handed on meanwhile. Raises EngineError."""
         rid, takers = self._rids[sequence], self._engine.messages.takers
         # The prompt of a further sample is in SGLang's cache.
-        tokens = 1 if sequence else len(self._prompt)
+        tokens = 1 if sequence else self._tokens
         self._prefills[sequence] = prefill = Prefill(self._engine.admission, tokens, self._task.priority)
         takers[rid] = partial(self._take, sequence)
         try:
@@ -210,6 +213,8 @@ class Sequences:
     def _detailed(self, new: NewTokens, message: Any, place: int) -> NewTokens:
         """New tokens with the rest that the task asks for. Raises EngineError."""
         task = self._task
+        if task.media and new.cached is not None:
+            new = new._replace(prompt=message.prompt_tokens[place])
         if task.top_logprobs and new.tokens:
             ids, values = message.output_top_logprobs_idx[place], message.output_top_logprobs_val[place]
             if [*map(len, ids)] != [task.top_logprobs] * len(new.tokens) or [*map(len, values)] != [*map(len, ids)]:
@@ -244,7 +249,8 @@ class Sequences:
         if self._rooms:
             self._give_back(sequence)
         if not self._began and tokens:
-            self._began, found = True, max(0, min(cached, len(self._prompt)))
+            whole = message.prompt_tokens[place] if self._task.media else len(self._prompt)
+            self._began, found = True, max(0, min(cached, whole))
             self._prefilled.set()
         if self._dropped or sequence in self._failed:
             return

@@ -131,6 +131,7 @@ PRIVATE: tuple[Private, ...] = (
             "read", "one message per step",
         ),
     ),
+    *_private("generate/sequences.py", REQUESTS, ("BatchTokenIDOutput.prompt_tokens", "read", "tokens of a prompt with media")),
     *_private(
         "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
         ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
