@@ -16,6 +16,8 @@ FRAMES = ("media", "media_lengths")
 LEAST_TOKENS, BYTES_PER_TOKEN = 1024, 1024
 #: source -> the feature that a worker needs for it, besides the one that is called as the kind
 SOURCE_FEATURES = {"url": "media_url", "path": "media_path"}
+#: the feature of a worker that keeps the token ids of prompts with images, so that it continues a sequence after its tokens
+IMAGE_IDS = "image_ids"
 
 
 def expected_tokens(nbytes: int) -> int:

@@ -4,6 +4,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -203,21 +204,31 @@ def test_a_worker_whose_prompt_has_a_length_that_cannot_be_is_lost(length: int, 
 # --- what is interrupted ------------------------------------------------------------------------------------------------
 
 
+EXACT = msgspec.structs.replace(CAN, features=(*CAN.features, "image_ids"))
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_sequence_with_media_begins_again_unless_its_client_has_seen_some_of_it(stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "can", "goes_on"),
+    [({"images": [b"a"]}, CAN, False), ({"images": [b"a"]}, EXACT, True), ({"audio": [b"a"]}, EXACT, False)],
+)
+def test_a_sequence_with_media_goes_on_where_ids_are_kept_and_else_begins_again_or_ends(
+    options: Any, can: Capabilities, goes_on: bool, stream: bool
+) -> None:
     pool = GeneratingPool()
-    link = pool.worker("w", can=CAN)
-    [task] = pool.tasks(pool.submit(pool.client(), 1, work({"images": [b"a"]}, 1, stream=stream)))
+    link = pool.worker("w", can=can)
+    [task] = pool.tasks(pool.submit(pool.client(), 1, work(options, 1, stream=stream)))
     pool.step(link, (task, 0, 0, [5, 6], ""))
-    pool.worker("v", can=CAN)
+    pool.worker("v", can=can)
     sent = pool.do(ev.WorkerBroken(0, link, "it broke"))
-    if stream:
+    if stream and not goes_on:
         [(answer, [tokens])] = outputs(sent).values()
         assert tokens == [5, 6] and answer.ended[0].reason == "interrupted"
         return
     [again] = pool.tasks(sent)
     start, media = started(again)
-    assert (start.at, start.frames[0].shape, media) == (0, (3,), [TaskMedium("image", "bytes", b"a")])
+    has = 2 if goes_on else 0
+    assert (start.at, start.frames[0].shape, [one.data for one in media]) == (has, (3 + has,), [b"a"])
 
 
 def test_a_stream_that_is_sent_again_has_its_media_behind_the_tokens_that_arrived() -> None:

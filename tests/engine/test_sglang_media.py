@@ -51,9 +51,9 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
         made.engine.end()
 
 
-def test_the_engine_says_that_it_takes_images_alone(vision: Vision) -> None:
+def test_the_engine_says_that_it_takes_images_alone_and_keeps_token_ids_around_them(vision: Vision) -> None:
     features = declared(vision.engine).features
-    assert "image" in features and not {"video", "audio"} & {*features}
+    assert {"image", "image_ids"} <= {*features} and not {"video", "audio"} & {*features}
 
 
 def test_tokens_after_images_equal_those_of_transformers(vision: Vision) -> None:

@@ -40,10 +40,14 @@ def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_im
                 pool.generate([prompt(i) for i in range(STREAMS)], images=[[b"x", one] for one in images], **SAMPLING)
             )
             # A stream has tokens, so the sequences that were sent before have some, too.
-            stream = pool.stream(prompt(1), images=images[1], **SAMPLING, priority=10)
-            first = await anext(aiter(stream))
-            assert first.token_ids.tolist() == wanted(1, images[1])[:1]
+            streams = [pool.stream(prompt(i), images=images[i], **SAMPLING, priority=10) for i in range(4)]
+            for i, stream in enumerate(streams):
+                first = await stream.next_chunk()
+                assert first is not None and first.token_ids.tolist() == wanted(i, images[i])[:1]
             os.kill(workers_of(daemon)[0], signal.SIGKILL)
+            for i, stream in enumerate(streams):
+                [[one]] = await stream.result()
+                assert one.token_ids.tolist() == wanted(i, images[i])
             found = await call
             assert [one.token_ids.tolist() for [one] in found] == [wanted(i, b"x", images[i]) for i in range(STREAMS)]
             # The sim engine has a digest of 8 tokens ahead of each prompt.

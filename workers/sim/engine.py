@@ -15,6 +15,7 @@ import msgspec
 
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
+from enginepool.protocol.media import IMAGE_IDS
 from enginepool.protocol.messages import Capabilities, MediumKind
 from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineError, GenerationTask, Report, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
@@ -109,7 +110,7 @@ class SimEngine:
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
             embedding=0, max_item=0, cached_query=0, cached_tokens=0,
-            features=("logit_processors", *(get_args(MediumKind) if multimodal else ())),
+            features=("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if multimodal else ())),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:

@@ -14,7 +14,7 @@ from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES,
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.generated import brought_tokens
-from enginepool.protocol.media import RequestMedia, read_media
+from enginepool.protocol.media import IMAGE_IDS, RequestMedia, read_media
 from enginepool.protocol.messages import (
     MAX_CREDIT,
     MAX_MATCHED,
@@ -65,8 +65,14 @@ class GenerateWork(Work, frozen=True, gc=False):
 
     @property
     def constrained(self) -> bool:
-        """Another engine does not continue such a sequence exactly."""
-        return is_constrained(self.sampling) or bool(self.media.media)
+        """No other engine continues such a sequence exactly."""
+        return is_constrained(self.sampling)
+
+    def inexact(self, can: Capabilities | None) -> bool:
+        """Whether another engine of these capabilities does not continue such a sequence exactly."""
+        others = self.media.needs.keys() & {"video", "audio"}
+        kept = can is not None and IMAGE_IDS in can.features and not others
+        return self.constrained or (bool(self.media.media) and not kept)
 
 
 class GenerateOperation(Operation[GenerateWork]):

@@ -230,7 +230,7 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
     request.flying -= count
     for first, end in ranges:
         for place in range(first, end):
-            _interrupt(work, state, place)
+            _interrupt(work, state, place, inexact=work.inexact(batch.worker.capabilities))
             note_sequence(batch, place)
     if lost and state.lost_with is not batch.worker:
         # Once for all tasks that the worker had of it.
@@ -259,13 +259,13 @@ def make_room(requests: StreamRequests, group: Group) -> bool:
     return bool(tasks)
 
 
-def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int) -> None:
+def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int, *, inexact: bool) -> None:
     sequence = state.sequences[place]
     has = len(sequence.tokens)
     new = has - sequence.start
-    if has == work.sampling.max_new_tokens or (new and (work.partial or (work.constrained and sequence.sent > sequence.start))):
+    if has == work.sampling.max_new_tokens or (new and (work.partial or (inexact and sequence.sent > sequence.start))):
         end_early(work, state, place)
-    elif new and work.constrained:
+    elif new and inexact:
         sequence.begin_again()
 
 

@@ -57,6 +57,6 @@ def _may_stop(batch: RunningBatch, priority: int, key: float) -> bool:
         return False
     if request.priority >= priority or request.key < key:
         return False
-    if not (work.partial or work.constrained):
+    if not (work.partial or work.inexact(batch.worker.capabilities)):
         return True
     return all(len(one.tokens) == one.start for one in state.sequences[start:stop] if one.end is None)

@@ -15,6 +15,9 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, TaskMedium
+from enginepool.workers.log import say
+from enginepool.workers.sglang.host.lifetime import one_line
+from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 
 #: Pixels of an image: 3 bytes each, once it is decoded.
 MAX_PIXELS = 1 << 26
@@ -23,6 +26,8 @@ ROOM_PIXELS = 4 * MAX_PIXELS
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 #: packages of which SGLang needs one
 _DECODERS = {"video": ("torchcodec", "decord"), "audio": ("torchcodec", "soundfile")}
+#: pixels of each side of the image by which a processor is asked
+_PROBE = 224
 #: what SGLang says of a medium that it cannot load, and which one it is
 _LOADING = re.compile(r"loading (\w+) data at index (\d+)")
 
@@ -93,6 +98,35 @@ def check_expanded(processor: Any, context: int) -> None:
         return found
 
     processor.process_mm_data_async = checked
+
+
+async def keeps_ids(tm: Any, requests: Any) -> bool:
+    """Whether SGLang's processor of the model keeps the token ids around an image as they are given. Some make text of them,
+    and ids of that: another engine would not go on after the tokens that a sequence has.
+
+    Args:
+        tm: SGLang's tokenizer manager.
+        requests: SGLang's module of request classes.
+    """
+    tokenizer, text = tokenizer_of(tm), getattr(getattr(tm.mm_processor, "mm_tokens", None), "image_token", None)
+    if tokenizer is None or not isinstance(text, str):
+        return False
+    # One id for each character: of the text of them, a tokenizer makes fewer.
+    letters = [token for letter in " the other" for token in tokenizer.encode(letter, add_special_tokens=False)]
+    library, file = importlib.import_module("PIL.Image"), io.BytesIO()
+    library.new("RGB", (_PROBE, _PROBE)).save(file, "PNG")
+    image, placeholder = [file.getvalue()], tokenizer.encode(text, add_special_tokens=False)
+    ids = [*letters, *placeholder, *letters]
+    asked = requests.GenerateReqInput(input_ids=ids, image_data=image, sampling_params={"max_new_tokens": 1}, rid="probe")
+    try:
+        found = await tm.mm_processor.process_mm_data_async(
+            image_data=image, audio_data=None, input_text=ids, request_obj=asked, max_req_input_len=tm.max_req_input_len
+        )
+    except Exception as error:  # processors raise what they like; then images are refused later, with the reason
+        say(f"whether the model keeps token ids around images is not known: {one_line(error)}")
+        return False
+    kept = None if found is None or found.input_ids is None else list(found.input_ids)
+    return kept is not None and kept[: len(letters)] == letters == kept[-len(letters) :]
 
 
 def media_error(text: str) -> str:

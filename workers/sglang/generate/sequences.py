@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from enginepool.protocol.media import expected_tokens
+from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.room import Held, SharedRoom
 from enginepool.workers.sglang.generate.media import (
     ROOM_PIXELS,
     check_expanded,
+    keeps_ids,
     media_error,
     pixels_of,
     refuse_untaken,
@@ -79,6 +81,9 @@ class EngineGeneration:
         task = GenerationTask(prompt, Sampling(max_new_tokens=new, ignore_eos=True), logprobs=True)
         for _ in range(2):
             await Sequences(self, task, lambda _: None).run()
+        if "image" in self.capabilities.features and await keeps_ids(self._tm, self._requests):
+            features = (*self.capabilities.features, IMAGE_IDS)
+            self.capabilities = msgspec.structs.replace(self.capabilities, features=features)
 
     def forget(self) -> None:
         """The engine has dropped all prefixes. Nothing was noted of them here."""

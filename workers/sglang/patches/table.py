@@ -106,7 +106,8 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.mm_processor", "read", "whether the model takes media"),
     ),
     *_private(
-        "generate/media.py", TOKENIZER, ("TokenizerManager.mm_processor model_config", "read", "which media the model takes"),
+        "generate/media.py", TOKENIZER,
+        ("TokenizerManager.mm_processor model_config max_req_input_len", "read", "which media the model takes"),
     ),
     *_private(
         "generate/media.py", MODEL,
@@ -131,6 +132,7 @@ PRIVATE: tuple[Private, ...] = (
             "read", "one message per step",
         ),
     ),
+    *_private("generate/media.py", REQUESTS, ("GenerateReqInput", "called", "whether a processor keeps token ids")),
     *_private("generate/sequences.py", REQUESTS, ("BatchTokenIDOutput.prompt_tokens", "read", "tokens of a prompt with media")),
     *_private(
         "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
