@@ -45,6 +45,9 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     disallowed_token_ids: list[int] | None = None
     temperature_schedule: tuple[float, float, int] | None = None
     require_reasoning: bool | None = None
+    images: str | list[str] | None = None
+    videos: str | list[str] | None = None
+    audio: str | list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.prompt is None:
@@ -52,7 +55,8 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
 
 
 async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> dict[str, Any]:
-    found = await pool.generate([line.prompt], **settings)  # pyright: ignore[reportArgumentType]
+    media = {name: [settings[name]] for name in ("images", "videos", "audio") if settings[name] is not None}
+    found = await pool.generate([line.prompt], **{**settings, **media})  # pyright: ignore[reportArgumentType]
     samples: list[dict[str, Any]] = []
     for one in found[0]:
         sample: dict[str, Any] = {"token_ids": one.token_ids.tolist(), "finish_reason": one.finish_reason}
@@ -98,7 +102,7 @@ def generate(
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
     any of n, logprobs, top_logprobs, prompt_logprobs, the sampling parameters of Pool.generate, group, priority, timeout,
-    min_version, version for itself.
+    min_version, version for itself; and "images", "videos" and "audio", each a data: or https: URL or a list of them.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
     "token_ids", its "finish_reason" and what else was asked for; or "error" with a code and a message. Exit code 1 if any line

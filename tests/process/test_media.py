@@ -1,6 +1,8 @@
 """Images of prompts through a real coordinator and its sim workers, whose tokens depend on them: a fault changes no token."""
 
 import asyncio
+import base64
+import json
 import os
 import signal
 from pathlib import Path
@@ -15,6 +17,7 @@ from enginepool.protocol.messages import Sampling
 from enginepool.workers.engine import TaskMedium
 from enginepool.workers.sim.generation import media_ids
 from enginepool.workers.sim.tokens import expected_output
+from tests.process.commands import call, records
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
@@ -76,3 +79,11 @@ def test_a_worker_reads_paths_under_its_media_root_and_refuses_others(processes:
             assert refused.value.field == "media[0]"
 
     run(scene)
+    # The command takes URLs, also those with the bytes in them.
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    url = "data:image/png;base64," + base64.b64encode(b"an image").decode()
+    lines = [{"prompt": prompt(1), "images": url}, {"prompt": prompt(2), "images": [url, url]}, {"prompt": prompt(3)}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert call("generate", source, target, "--connect", daemon.address, "--temperature", "0", "--max-new-tokens", "3")[0] == 0
+    found = [records(target)[line]["samples"][0]["token_ids"] for line in (1, 2, 3)]
+    assert found == [wanted(1, b"an image")[:3], wanted(2, b"an image", b"an image")[:3], wanted(3)[:3]]
