@@ -2,6 +2,7 @@
 
     python -m bench.sessions                  # sim engines, which count what a prefix cache would hold
     python -m bench.sessions --device cuda    # two engines on two GPUs
+    python -m bench.sessions --kv-events --cache 20000    # caches that are too small, and engines that say what they evict
 
 Each user has a session. All begin with the same system prompt. After each turn the user thinks for a while. The pool is one
 group of two workers. By hand, each half of the users has a group of one worker for itself.
@@ -32,8 +33,8 @@ from enginepool.config import GroupConfig, PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.protocol.messages import WorkerStatus
 
-POOL, BY_HAND = "enginepool", "one engine per user set by hand"
-GROUPS = {POOL: {"all": 2}, BY_HAND: {"first": 1, "second": 1}}
+POOL, EXACT, BY_HAND = "enginepool", "enginepool with KV events", "one engine per user set by hand"
+GROUPS = {POOL: {"all": 2}, EXACT: {"all": 2}, BY_HAND: {"first": 1, "second": 1}}
 CACHED, FIRST, BUSIEST = (
     "prompt tokens found in a cache",
     "first token of a turn, p50",
@@ -114,7 +115,11 @@ async def workers(pool: Pool) -> list[WorkerStatus]:
 
 def measure(who: str, chosen: argparse.Namespace, model: str, talk: Talk, scratch: Path) -> tuple[Heard, list[int]]:
     """Start the engines of a contestant, have all users talk, and stop them."""
-    sim, options = chosen.device == "sim", OPTIONS[chosen.device]
+    sim, options = chosen.device == "sim", dict(OPTIONS[chosen.device])
+    if chosen.cache:
+        options["cache_tokens" if sim else "max_total_tokens"] = chosen.cache
+    if who == EXACT:
+        options |= {"kv_events": True} if sim else {"kv_events_config": '{"publisher": "zmq"}'}
     engine: dict[str, Any] = {"engine": "sim"} if sim else {"device": chosen.device}
     groups = {
         name: GroupConfig(model=model, workers=count, operations=["generate"], options=options, **engine)
@@ -156,6 +161,8 @@ def options() -> argparse.Namespace:
     found.add_argument("--new", type=int, default=100, help="new tokens of a user in a turn, on average (default: 100)")
     found.add_argument("--tokens", type=int, default=64, help="tokens of an answer (default: 64)")
     found.add_argument("--think", type=float, default=1.0, help="seconds between turns, on average (default: 1)")
+    found.add_argument("--kv-events", action="store_true", help="measure a pool whose engines publish KV events, too")
+    found.add_argument("--cache", type=int, help="tokens that an engine has room for (default: enough)")
     found.add_argument("--repetitions", type=int, default=3, help="how often each contestant is measured (default: 3)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
     return found.parse_args()
@@ -165,7 +172,8 @@ def main() -> None:
     """Measure one after the other, print."""
     chosen = options()
     users, turns, repetitions = (12, 5, 1) if chosen.quick else (chosen.users, chosen.turns, chosen.repetitions)
-    found: dict[str, list[tuple[Heard, list[int]]]] = {POOL: [], BY_HAND: []}
+    contestants = (POOL, EXACT, BY_HAND) if chosen.kv_events else (POOL, BY_HAND)
+    found: dict[str, list[tuple[Heard, list[int]]]] = {who: [] for who in contestants}
     with ExitStack() as stack:
         scratch = (chosen.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sessions-")))).resolve()
         scratch.mkdir(parents=True, exist_ok=True)
@@ -176,8 +184,8 @@ def main() -> None:
             model, vocab = str(folder), json.loads((folder / "config.json").read_text())["vocab_size"]
         for repetition in range(repetitions):
             talk = Talk(users, turns, chosen.system, chosen.new, chosen.tokens, chosen.think, vocab, 10 * repetition)
-            for who, runs in found.items():
-                place = scratch / f"{len(runs)}-{len(GROUPS[who])}"
+            for number, (who, runs) in enumerate(found.items(), 1):
+                place = scratch / f"{len(runs)}-{number}"
                 place.mkdir()
                 runs.append(measure(who, chosen, model, talk, place))
                 heard, done = runs[-1]

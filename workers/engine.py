@@ -16,6 +16,7 @@ from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages import Capabilities, MediumKind, MediumSource, Part, Sampling
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
+from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.texts import TextIds, TextTask
 
 Ids = npt.NDArray[np.int32]
@@ -335,6 +336,11 @@ class Engine(Protocol):
         When this call is cancelled, the engine drops the task within one step, and the call ends once it has. Raises
         EngineError when the task is refused or failed, EngineDied when the engine is lost.
         """
+        ...
+
+    def report_prefixes(self, report: PrefixReport) -> None:
+        """Tell `report` from now on which blocks of prompts are in the engine's prefix cache, if it knows. Called before
+        `start`."""
         ...
 
     async def flush(self) -> None:

@@ -5,7 +5,17 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
-from enginepool.protocol.messages import Batch, Capabilities, Done, FrameSpec, StartGeneration, Step, Tokenize, Tokenized
+from enginepool.protocol.messages import (
+    Batch,
+    Capabilities,
+    Done,
+    FrameSpec,
+    PrefixBlocks,
+    StartGeneration,
+    Step,
+    Tokenize,
+    Tokenized,
+)
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
@@ -98,6 +108,13 @@ class StepsDone(WorkerEvent, frozen=True):
     cached: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
     lengths: list[tuple[int, int]] = []
+
+
+class PrefixesChanged(WorkerEvent, frozen=True):
+    """What changed in the engine's prefix cache, as the coordinator is to hear it."""
+
+    message: PrefixBlocks
+    frames: tuple[Frame, ...]
 
 
 class GenerationLeft(WorkerEvent, frozen=True):
@@ -212,6 +229,11 @@ class CancelGenerations(WorkerEffect, frozen=True):
     """The engine drops these generations within one step. `GenerationLeft` follows for each of them, and no more tokens."""
 
     tasks: list[TaskId]
+
+
+class ReportPrefixes(WorkerEffect, frozen=True):
+    """The coordinator knows nothing of the engine's prefix cache: `PrefixesChanged` with all of it follows, if the engine tells
+    what it has."""
 
 
 class RunCommand(WorkerEffect, frozen=True):

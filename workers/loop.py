@@ -30,6 +30,8 @@ from enginepool.workers.events import (
     Exit,
     Frame,
     Note,
+    PrefixesChanged,
+    ReportPrefixes,
     RunBatch,
     RunCommand,
     RunGeneration,
@@ -47,6 +49,7 @@ from enginepool.workers.link import WorkerLink
 from enginepool.workers.log import report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.media_reader import MediaReader
+from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
@@ -88,6 +91,8 @@ class WorkerProcess:
         self.between = BetweenBatches()
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
+        self.prefixes = PrefixReport()
+        engine.report_prefixes(self.prefixes)
         self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
@@ -142,6 +147,11 @@ class WorkerProcess:
             self._spawn(self._command(effect.command))
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
+        elif isinstance(effect, ReportPrefixes):
+            # All of it goes ahead of `ready`: the first prompts that the worker is given find what its engine has.
+            self.prefixes.again()
+            while self._prefixes_told():
+                pass
         elif isinstance(effect, Note):
             say(effect.line)
         elif isinstance(effect, EndProcess) and not self.end.done():
@@ -158,12 +168,21 @@ class WorkerProcess:
         self.handle(event)
         self.link.flush()
 
+    def _prefixes_told(self) -> bool:
+        """The coordinator hears of the next changes in the engine's prefix cache. False: there is none."""
+        told = self.prefixes.take()
+        if told is not None:
+            self.handle(PrefixesChanged(time.monotonic(), *told))
+        return told is not None
+
     # --- timers and signals ---------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self.loop.call_later(TICK_S, self._tick)
         self.link.deliver_all()
         self.feed(WorkerTick(time.monotonic()))
+        self._prefixes_told()
+        self.link.flush()
 
     def _listen_to_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -76,8 +76,7 @@ class WorkerMachine:
         #: `accept` came on the present link; implies linked
         self.registered = False
         self.silence = CoordinatorSilence(now, orphan_s, external=external)
-        self.stage = "starting"
-        self.detail = ""
+        self.stage, self.detail = "starting", ""
         #: how often an engine that is started now should halve its budgets
         self.halvings = 0
         #: set once the engine is loaded
@@ -93,6 +92,7 @@ class WorkerMachine:
             ev.WorkDone: lambda event: self._finished(event.task, SendToCoordinator(event.answer, event.frames)),
             ev.StepsDone: self._generated,
             ev.GenerationLeft: self._generation_left,
+            ev.PrefixesChanged: lambda event: self._allowed([SendToCoordinator(event.message, event.frames)]),
             ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
@@ -170,7 +170,7 @@ class WorkerMachine:
             effects += self._drop_all("a coordinator ended")
         if self.ended:
             return effects
-        effects += [SendToCoordinator(wire.Idle(self.epoch)), self._say_stage()]
+        effects += [ev.ReportPrefixes(), SendToCoordinator(wire.Idle(self.epoch)), self._say_stage()]
         effects += [*self.work.unsaid(), *self.updates.kept_answers()]
         return effects + self._end_if_drained()
 

@@ -55,7 +55,7 @@ ToClient = (
 )
 
 FromWorker = (
-    Register | GetSettings | Stage | Ready | Idle | Done | GenerationProgress | Tokenized | Exiting
+    Register | GetSettings | Stage | Ready | Idle | Done | GenerationProgress | PrefixBlocks | Tokenized | Exiting
     | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | ErrorReply | Ping | Pong
 )  # fmt: skip
 

@@ -8,6 +8,8 @@ from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
 from enginepool.protocol.messages.media import MAX_MEDIA, Medium
 from enginepool.protocol.messages.requests import Timings
 
+#: Blocks in one `prefix_blocks`.
+MAX_REPORTED_BLOCKS = 4096
 #: Sequences of one request: its prompts, times the samples of each.
 MAX_SEQUENCES = 4096
 #: Tokens that a sequence may be asked for.
@@ -289,3 +291,12 @@ class GenerationProgress(Message, tag="progress"):
     cached: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
     lengths: list[tuple[int, int]] = []
+
+
+class PrefixBlocks(Message, tag="prefix_blocks"):
+    """What has changed in the prefix cache of an engine: `cleared`, it is empty; then without the blocks `removed`, then with
+    `stored`. Blocks are numbers of `prefix_blocks.py`. Frames: `stored` uint64 [n, 2], the block before it and the block, and
+    `removed` uint64 [m], together at most MAX_REPORTED_BLOCKS."""
+
+    frames: list[FrameSpec]
+    cleared: bool = False

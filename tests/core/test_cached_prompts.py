@@ -91,7 +91,7 @@ def test_the_cache_of_a_sim_engine_has_the_longest_beginning_but_the_last_token_
     assert cache.found(tokens([*ids[: BLOCK + 3], 999, *ids]), weights) == BLOCK
     assert cache.found(tokens([]), weights) == 0
     cache.add(tokens([-id_ for id_ in ids]), weights)
-    assert cache.found(tokens(ids), weights) == 0, "it holds four blocks"
+    assert cache.found(tokens(ids), weights) == BLOCK, "it holds four blocks, and drops the last ones of a sequence first"
 
 
 def test_new_weights_and_a_flush_empty_the_cache_of_a_sim_engine() -> None:

@@ -1,12 +1,30 @@
 """Requests prefer the worker that has computed the beginning of their prompt, and the load stays even."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 import msgspec
 import numpy as np
+import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
-from enginepool.coordinator.scheduling.prefix_affinity import BLOCK, MOST_BLOCKS, REMEMBERED, PrefixIndex, blocks_of, bound
-from enginepool.protocol.messages import FrameSpec, Generate, Sampling, StartGeneration
+from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex, bound
+from enginepool.coordinator.shell.decode import worker_event
+from enginepool.coordinator.shell.peers import SAME_USER, Peer
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import (
+    MAX_REPORTED_BLOCKS,
+    FrameSpec,
+    Generate,
+    PrefixBlocks,
+    Sampling,
+    StartGeneration,
+)
+from enginepool.protocol.prefix_blocks import BLOCK, MOST_BLOCKS, REMEMBERED, blocks_of
+from enginepool.protocol.roles import INCLUDES
 from tests.core.generations import CAN, GeneratingPool
 
 #: 64 slots, and room for long conversations
@@ -141,3 +159,92 @@ def test_a_lost_worker_is_not_preferred() -> None:
     pool.worker("b", can=ROOMY)
     pool.do(ev.WorkerBroken(0, link, "it broke"))
     assert [task.link for task in pool.tasks()] == [b"a", b"b"]
+
+
+def test_blocks_have_the_numbers_of_the_specification() -> None:
+    tokens = np.arange(2 * BLOCK, dtype="<i4").tobytes()
+    assert blocks_of(tokens) == [0x330CB2B9FAB0737B, 0x13BA2DA821941827], "see `prefix_blocks` in GENERATION.md"
+    assert not {*blocks_of(tokens)} & {*blocks_of(tokens, adapter="a")} and blocks_of(tokens, (), "") == blocks_of(tokens)
+
+
+def test_what_an_engine_evicts_leaves_the_index_and_what_others_have_stays() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add([1, 2, 3], "a")
+    index.add([7], "b")
+    index.report("b", cleared=False, removed=[3], stored=[])
+    assert index.find([1, 2, 3]) == ("a", 0), "not of b"
+    index.report("a", cleared=False, removed=[3, 99], stored=[])
+    assert index.find([1, 2, 3]) == ("a", 0) and len(index) == 3, "a beginning without a continuation is a history"
+    index.report("a", cleared=False, removed=[], stored=[(2, 4), (4, 5)])
+    assert index.find([1, 2, 3]) == ("a", 2) and index.find([1, 2, 4, 5]) == ("a", 0)
+    index.report("b", cleared=False, removed=[], stored=[(0, 1)])
+    assert index.find([1]) == ("b", 1), "the latest counts"
+    index.report("a", cleared=True, removed=[], stored=[(0, 8)])
+    assert index.find([1, 2, 4, 5]) == ("b", 0) and index.find([8]) == ("a", 0) and len(index) == 3
+    index.clear("b")
+    assert index.find([1]) is None and index.find([8]) == ("a", 0)
+    index.clear("c")
+    index.clear()
+    assert len(index) == 0 and index.find([8]) is None
+
+
+def test_a_worker_that_reports_without_end_takes_no_more_than_the_bound() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add([1, 2], "a")
+    for first in range(0, 2 * REMEMBERED, 4096):
+        index.report("b", cleared=False, removed=[], stored=[(0, 10 + first + i) for i in range(4096)])
+        assert len(index) <= REMEMBERED
+    assert index.find([1, 2]) is None
+    index.clear("b")
+    assert len(index) == 0
+
+
+def told(index: bytes, *, cleared: bool = False, removed: Sequence[int] = (), stored: Sequence[int] = ()) -> ev.Event:
+    """The worker on this link reports a prompt of the blocks `stored`."""
+    return ev.PrefixesReported(0, index, cleared, removed, [*pairwise([0, *stored])])
+
+
+def test_a_turn_goes_to_the_worker_that_reports_its_history_also_to_a_new_coordinator() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    links = [pool.worker(name, can=ROOMY) for name in ("a", "b")]
+    prompt = list(range(4 * BLOCK))
+    blocks = blocks_of(np.array(prompt, np.int32).tobytes())
+    pool.do(told(links[1], cleared=True, stored=blocks))
+    [task] = pool.tasks(pool.submit(client, 1, ask(prompt)))
+    assert task.link == b"b", "a has as little to do, and comes first"
+    pool.step(task.link, (task, 0, 0, [1], "stop"))
+    pool.do(told(links[1], removed=blocks[::-1]))
+    [task] = pool.tasks(pool.submit(client, 2, ask(prompt)))
+    assert task.link == b"a", "b has evicted it"
+    pool.do(ev.WorkerBroken(0, links[0], "it broke"))
+    [group] = pool.machine.core.groups.values()
+    assert len(group.prefixes) == 4 and group.prefixes.find(blocks) is not None, "it runs at b now"
+    pool.do(ev.WorkerBroken(0, links[1], "it broke"))
+    assert len(group.prefixes) == 0
+
+
+def test_reports_that_are_no_reports_break_the_worker_and_no_client_or_stranger_may_send_one() -> None:
+    def event(*specs: FrameSpec, peer: Peer = SAME_USER, frames: Sequence[bytes] | None = None) -> ev.Event:
+        sizes = [8 * int(np.prod(spec.shape)) for spec in specs]
+        payload = [bytes(size) for size in sizes] if frames is None else frames
+        return worker_event(0.0, b"w", [encode_header(PrefixBlocks([*specs])), *payload], peer)
+
+    def stored(n: int, dtype: Any = "uint64", side: int = 2) -> FrameSpec:
+        return FrameSpec("stored", dtype, (n, side))
+
+    none = FrameSpec("removed", "uint64", (0,))
+    assert isinstance(event(stored(1), none), ev.PrefixesReported)
+    most = FrameSpec("removed", "uint64", (MAX_REPORTED_BLOCKS - 1,))
+    assert isinstance(event(stored(1), most), ev.PrefixesReported)
+    for specs in (
+        (stored(2), most), (stored(1),), (none, stored(1)), (stored(1, side=3), none), (stored(1, "int32"), none),
+        (stored(1), FrameSpec("removed", "uint64", (0, 2))), (stored(1 << 40), none),
+    ):  # fmt: skip
+        frames = [b""] * len(specs) if specs[0].shape[0] > MAX_REPORTED_BLOCKS else None
+        assert isinstance(event(*specs, frames=frames), ev.WorkerBroken), specs
+    with pytest.raises(WireError, match="worker"):
+        event(stored(1), none, peer=Peer(INCLUDES["admin"]))
+    pool = GeneratingPool()
+    pool.do(told(b"stranger", stored=[5]))
+    assert len(next(iter(pool.machine.core.groups.values())).prefixes) == 0

@@ -11,12 +11,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Tokenize
 from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.host.engine import SglangEngine
 from enginepool.workers.texts import TextIds, TextTask
 from tests.engine import forked as forks
@@ -121,6 +123,10 @@ class _Host:
 
     def __init__(self, engine: SglangEngine) -> None:
         self._engine = engine
+        #: the blocks that the engine reported and not yet evicted
+        self._blocks = set[int]()
+        self._report = PrefixReport()
+        engine.report_prefixes(self._report)
         self._termed = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._termed.set)
 
@@ -148,6 +154,16 @@ class _Host:
             return emitted
 
         return await asyncio.gather(*(one(task) for task in tasks))
+
+    async def reported(self, there: list[int], gone: list[int]) -> None:
+        """Wait until the engine has reported these blocks, and evicted those."""
+        while not self._blocks.issuperset(there) or self._blocks.intersection(gone):
+            await asyncio.sleep(0.01)
+            while (told := self._report.take()) is not None:
+                if told[0].cleared:
+                    self._blocks.clear()
+                self._blocks.difference_update(np.frombuffer(told[1][1], "<u8").tolist())
+                self._blocks.update(np.frombuffer(told[1][0], "<u8").tolist()[1::2])
 
     async def stop(self, task: GenerationTask, after: int) -> tuple[int, int]:
         """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang has not answered once

@@ -8,6 +8,7 @@ from typing import Any
 
 from enginepool import Pool, Session
 from enginepool.protocol.messages import Sampling
+from enginepool.protocol.prefix_blocks import BLOCK as KV_BLOCK
 from enginepool.workers.sim.prefix_cache import BLOCK
 from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S, Daemon
@@ -108,6 +109,28 @@ def test_sessions_go_on_when_the_coordinator_is_killed_and_started_again(process
                 [[whole]] = await stream.result()
                 check(session, 1, whole.token_ids.tolist())
             await asyncio.gather(*(turn(session, user, 2) for user, session in enumerate(sessions)))
+        assert await asyncio.to_thread(again.end) == 0
+
+    run(scene)
+
+
+def test_turns_find_their_history_after_a_restart_of_the_coordinator_where_engines_publish_kv_events(
+    processes: Processes, tmp_path: Path
+) -> None:
+    daemon = generating(processes, tmp_path, options={"forward_s": 0.002, "kv_events": True})
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await ready(pool)
+            sessions = [pool.session() for _ in range(USERS)]
+            for number in range(2):
+                await asyncio.gather(*(turn(session, user, number) for user, session in enumerate(sessions)))
+            daemon.kill()
+            again = daemon.successor()
+            await ready(pool)
+            # In this order a coordinator that does not know where they were would give turns to the other worker.
+            order = [0, 2, 4, 1, 3, 5]
+            assert await asyncio.gather(*(turn(sessions[user], user, 2) for user in order)) == [2 * KV_BLOCK] * USERS
         assert await asyncio.to_thread(again.end) == 0
 
     run(scene)

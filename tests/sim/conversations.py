@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.client.session.events import Answer, Fail
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.scheduling import prefix_affinity
+from enginepool.protocol import prefix_blocks
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Sampling
 from tests.sim.generating import Generating
 from tests.sim.traffic import CALLS, FILLER, POISON, REFUSED, Call, mark_of
@@ -29,11 +29,11 @@ CONVERSATIONS, TURNS = 3, 4
 @contextmanager
 def short_blocks() -> Generator[None]:
     """The coordinator's affinity is by blocks of a few tokens."""
-    usual, prefix_affinity.BLOCK = prefix_affinity.BLOCK, BLOCK
+    usual, prefix_blocks.BLOCK = prefix_blocks.BLOCK, BLOCK
     try:
         yield
     finally:
-        prefix_affinity.BLOCK = usual
+        prefix_blocks.BLOCK = usual
 
 
 class Conversations:

@@ -225,6 +225,8 @@ def _workers() -> list[Valid]:
     prompt = (ids("prompt", 21, 22, 31, 32),)
     tokens = (ids("tokens", 33, 34, 41), floats("logprobs", (3,), -0.5, -0.25, -1.0))
     none = (ids("tokens"),)
+    blocks = (Array("stored", "uint64", (2, 2), (0, 11, 11, 1 << 40)), Array("removed", "uint64", (1,), (9,)))
+    gone = (Array("stored", "uint64", (0, 2), ()), Array("removed", "uint64", (0,), ()))
     top = (
         ids("tokens", 33),
         floats("logprobs", (1,), -0.5),
@@ -270,6 +272,20 @@ def _workers() -> list[Valid]:
                 "prompts": [[8, 2]],
             },
             top,
+        ),
+        Valid(
+            "prefix-blocks",
+            "worker-coordinator",
+            "the engine has evicted a block, and has two others, the second after the first",
+            {"type": "prefix_blocks", "frames": _specs(*blocks)},
+            blocks,
+        ),
+        Valid(
+            "prefix-blocks-cleared",
+            "worker-coordinator",
+            "the engine has forgotten all prefixes",
+            {"type": "prefix_blocks", "frames": _specs(*gone), "cleared": True},
+            gone,
         ),
         Valid(
             "progress-error",

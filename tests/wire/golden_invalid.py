@@ -650,6 +650,7 @@ def _link() -> list[Invalid]:
 def _worker() -> list[Invalid]:
     way, h, f, bad = "worker-coordinator", "header", "frames", "bad_request"
     scores = floats("scores", (1, 2), 0.75, 0.25)
+    short = Array("stored", "uint64", (0, 2), ()), Array("removed", "uint64", (1,), (9,))
 
     def done(name: str, about: str, field: str, parts: list[Any], *arrays: Array) -> Invalid:
         return Invalid(
@@ -661,6 +662,15 @@ def _worker() -> list[Invalid]:
         done("done-frame-unlisted", "a part with an error has no frames", "frames", [{"code": "engine_error"}], scores),
         done(
             "done-shape", "the scores are [1, 2], not [2, 2]", "scores", [{"frames": [["scores", "float32", [2, 2]]]}], scores
+        ),
+        Invalid(
+            "prefix-blocks-short",
+            way,
+            "a number has 8 bytes",
+            "malformed",
+            "removed",
+            f,
+            _hex({"type": "prefix_blocks", "frames": [["stored", "uint64", [0, 2]], ["removed", "uint64", [2]]]}, *short),
         ),
         Invalid(
             "done-task-of-one",

@@ -21,6 +21,7 @@ from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineErro
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
+from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, spoil, suffer
 from enginepool.workers.sim.generation import SimGenerator
@@ -125,6 +126,11 @@ class SimEngine:
         for fault in faults_of_first_batch(self.options.faults):
             await suffer(fault, self._capabilities.inflight_rows)
         return self._capabilities
+
+    def report_prefixes(self, report: PrefixReport) -> None:
+        """Report the blocks of its prefix cache, if the options say so."""
+        if self._generator is not None and self.options.kv_events:
+            self._generator.cache.report = report
 
     async def flush(self) -> None:
         """Forget all prefixes, and count. Raises EngineError: a batch is inside."""

@@ -6,11 +6,12 @@ import heapq
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
+from enginepool.protocol.prefix_blocks import BLOCK as KV_BLOCK
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
 from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
-from enginepool.workers.sim.prefix_cache import SimPrefixCache
+from enginepool.workers.sim.prefix_cache import BLOCK, SimPrefixCache
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, top_of
 
 
@@ -69,7 +70,7 @@ class SimGenerator:
     ) -> None:
         self._options, self._slots, self._weights, self._suffer = options, slots, weights, suffer
         self._given = self._steps = 0
-        self.cache = SimPrefixCache(options.cache_tokens)
+        self.cache = SimPrefixCache(options.cache_tokens, KV_BLOCK if options.kv_events else BLOCK)
         #: (-priority, number, sequence, task)
         self._waiting: list[tuple[int, int, int, _Entry]] = []
         #: the sequences with a slot

@@ -2,7 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import pairwise
 
+from enginepool.protocol.prefix_blocks import first_parent, next_block
+from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sim.operation import Weights
 
 #: tokens of a block
@@ -10,7 +13,8 @@ BLOCK = 16
 
 
 class SimPrefixCache:
-    """Beginnings of sequences that were computed by the weights of now. The block that was used longest ago is dropped first.
+    """Beginnings of sequences that were computed by the weights of now. What was used longest ago is dropped first; of a
+    sequence, the last block.
 
     Args:
         tokens: how many it holds at most.
@@ -22,6 +26,8 @@ class SimPrefixCache:
         self._most = tokens // block
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._weights: Weights | None = None
+        #: is told what changes
+        self.report: PrefixReport | None = None
 
     def found(self, tokens: bytes, weights: Weights) -> int:
         """How many of these tokens (int32) it has. As in a real engine, at least one has to be computed."""
@@ -39,20 +45,28 @@ class SimPrefixCache:
         """These tokens were computed by `weights`."""
         if weights != self._weights:
             return  # the engine has others now
-        for block in _blocks(tokens, self._block):
+        blocks = [first_parent(), *_blocks(tokens, self._block)]
+        for parent, block in pairwise(blocks):
+            if block not in self._blocks and self.report is not None:
+                self.report.store(parent, block)
+        for block in reversed(blocks[1:]):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:
-            self._blocks.popitem(last=False)
+            block, _ = self._blocks.popitem(last=False)
+            if self.report is not None:
+                self.report.remove(block)
 
     def clear(self) -> None:
         """Forget everything."""
         self._blocks.clear()
+        if self.report is not None:
+            self.report.clear()
 
 
 def _blocks(tokens: bytes, size: int) -> Iterator[int]:
     """A number for each whole block, which tells it and all blocks before it from others."""
-    last, step = 0, 4 * size
+    last, step = first_parent(), 4 * size
     for end in range(step, len(tokens) + 1, step):
-        last = hash((last, tokens[end - step : end]))
+        last = next_block(last, tokens[end - step : end])
         yield last

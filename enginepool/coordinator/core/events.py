@@ -272,6 +272,15 @@ class TokensGenerated(Event):
     lengths: Sequence[tuple[int, int]] = ()
 
 
+class PrefixesReported(Event):
+    """What changed in the prefix cache of a worker's engine, as in `PrefixBlocks`; `stored`: (the block before it, block)."""
+
+    link: Link
+    cleared: bool
+    removed: Sequence[int]
+    stored: Sequence[tuple[int, int]]
+
+
 class TextTokenized(Event):
     """A worker tokenized a text request: frames `items` and `item_lengths`, held to their specs, or an error line."""
 

@@ -59,7 +59,7 @@ class Machine:
         self.requests = requests = RequestLifecycle(core)
         self.admission = admission = Admission(core, requests)
         self.clients = clients = ClientRegistry(core, requests)
-        self.slots = WorkerSlots(core, requests)
+        self.slots, self.questions = WorkerSlots(core, requests), FanOut(core)
         self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
         registration = Registration(core, fleet)
         reports = WorkerReports(core, requests, fleet)
@@ -69,7 +69,6 @@ class Machine:
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
-        self.questions = FanOut(core)
         self._next_watch, self._drained, self._killed = 0.0, False, False
         #: an event after this time comes after a stall of the coordinator
         self._punctual_until = self._drain_until = self._kill_at = float("inf")
@@ -92,6 +91,7 @@ class Machine:
             ev.WorkerSaid: self._worker_said,
             ev.BatchDone: reports.done,
             ev.TokensGenerated: reports.generated,
+            ev.PrefixesReported: reports.prefixes,
             ev.TextTokenized: reports.tokenized,
             ev.WorkerHeard: reports.heard,
             ev.WorkerBroken: fleet.broken,

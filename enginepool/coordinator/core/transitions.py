@@ -84,6 +84,7 @@ def lose_worker(core: Context, worker: Worker, reason: str) -> None:
     """A worker is given up."""
     _enter(core, worker, WorkerState.LOST)
     del worker.group.workers[worker.incarnation]
+    worker.group.prefixes.clear(worker)
     core.worker_links.pop(worker.link, None)
     core.secondary.append(WorkerLost(worker, reason))
 

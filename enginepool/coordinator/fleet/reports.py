@@ -146,6 +146,12 @@ class WorkerReports:
         self.requests.unsent.send()
         return count_cached(worker, e) or take_prompts(self.requests, worker, e)
 
+    def prefixes(self, e: ev.PrefixesReported) -> None:
+        """A worker says what its engine has in its prefix cache."""
+        worker = self.workers.of(e.link)
+        if worker is not None:
+            worker.group.prefixes.report(worker, cleared=e.cleared, removed=e.removed, stored=e.stored)
+
     def tokenized(self, e: ev.TextTokenized) -> None:
         """A worker answered a tokenizing task."""
         worker = self.workers.of(e.link)

@@ -15,11 +15,12 @@ from enginepool.coordinator.core.request_state import RUNNING
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Lane
-from enginepool.coordinator.scheduling.prefix_affinity import blocks_of, bound
+from enginepool.coordinator.scheduling.prefix_affinity import bound
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import take
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import FrameSpec, StartGeneration
+from enginepool.protocol.prefix_blocks import blocks_of
 from enginepool.protocol.ragged import Offsets
 
 #: New tokens that a sequence is expected to have at most. Few have more, and an engine that runs out of room for tokens takes

@@ -229,6 +229,19 @@ def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     )  # fmt: skip
 
 
+def _prefix_blocks(now: float, link: Link, told: m.PrefixBlocks, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(told.frames, frames)
+    found = [(spec.name, spec.dtype, spec.shape[1:]) for spec in told.frames]
+    if found != [("stored", "uint64", (2,)), ("removed", "uint64", ())]:
+        raise WireError("malformed", "frames: expected stored, uint64 [n, 2], and removed, uint64 [m]", field="frames")
+    count = sum(spec.shape[0] for spec in told.frames)
+    if count > m.MAX_REPORTED_BLOCKS:
+        most = str(m.MAX_REPORTED_BLOCKS)
+        raise WireError("malformed", f"frames: {count} blocks; at most {most}", field="frames", limit=most)
+    stored, removed = (np.frombuffer(frame, "<u8").tolist() for frame in frames)
+    return ev.PrefixesReported(now, link, told.cleared, removed, list(zip(stored[::2], stored[1::2], strict=True)))
+
+
 def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:
     check_frames(tokenized.frames, frames)
     t = tokenized
@@ -267,6 +280,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Prepared: _prepared,
     m.Done: _done,
     m.GenerationProgress: _progress,
+    m.PrefixBlocks: _prefix_blocks,
     m.Tokenized: _tokenized,
     **dict.fromkeys(_SAID, _worker_said),
     m.Inspected: _inspected,

@@ -92,6 +92,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         kwargs = generation_kwargs(settings, known, grammars=_grammars_on(device))
     else:
         kwargs = engine_kwargs(settings, known)
+    if device == "cpu" and (kwargs.get("page_size") or 1) > 1 and not _pages_on_cpu():
+        raise SettingsError(f"engine option page_size={kwargs['page_size']} is refused: SGLang {version} has no pages on a CPU")
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
@@ -123,6 +125,11 @@ def _grammars_on(device: str) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+def _pages_on_cpu() -> bool:
+    """Whether SGLang gives out pages of several tokens on a CPU. Its older versions have Triton kernels alone for that."""
+    return hasattr(importlib.import_module(patches.PAGES), "alloc_decode_naive")
 
 
 def _with_our_entries(engine: Any, attention: str) -> Any:

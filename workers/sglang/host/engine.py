@@ -24,6 +24,8 @@ from enginepool.workers.engine import (
     RowBatch,
 )
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.prefix_report import PrefixReport
+from enginepool.workers.sglang.generate.kv_events import read_kv_events, with_endpoint
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
@@ -62,6 +64,8 @@ class SglangEngine:
         self._end = EngineEnd()
         self._weights: SglangWeights | None = None
         self._receiver: asyncio.Task[None] | None = None
+        self._prefixes: PrefixReport | None = None
+        self._events: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         #: One thread: the tokenizer's state may not be borrowed twice.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
@@ -87,6 +91,9 @@ class SglangEngine:
 
         self._host = EngineHost(self._build, lost)
         try:
+            self._settings, endpoint = with_endpoint(self._settings, self._host.folder)
+            if endpoint and self._prefixes is not None:
+                self._events = asyncio.create_task(read_kv_events(endpoint, self._prefixes))
             engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
             prepared, self._tm = self._prepared, engine.tokenizer_manager
             assert prepared is not None
@@ -229,6 +236,10 @@ class SglangEngine:
                 finally:
                     work.cancel()  # nothing where it is done; else the engine is gone, or the caller waits no longer
 
+    def report_prefixes(self, report: PrefixReport) -> None:
+        """Tell `report` what SGLang's radix cache has, where SGLang publishes KV events."""
+        self._prefixes = report
+
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""
         work = self._serving()
@@ -255,9 +266,10 @@ class SglangEngine:
             await asyncio.to_thread(self._host.stop)
         if self._weights is not None:
             self._weights.close()
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.wait([self._receiver])
+        for reader in (self._receiver, self._events):
+            if reader is not None:
+                reader.cancel()
+                await asyncio.wait([reader])
         self._tokenizing.shutdown(wait=False)
         with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread: then there is none to remove
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)

@@ -49,7 +49,8 @@ class EngineHost:
         self._wake, self._woken = multiprocessing.Pipe()
         self._stopping = False
         self._folder = PrivateFolder(Path(tempfile.gettempdir()), "enginepool-notes-")
-        self._notes = self._folder.path
+        #: of this engine alone, as long as it lives
+        self.folder = self._notes = self._folder.path
         #: Processes of this process that are not the engine's.
         self._others = {child.pid for child in multiprocessing.active_children()}
 

@@ -30,6 +30,7 @@ FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 MODEL = "sglang.srt.configs.model_config"
 PROCESSORS = "sglang.srt.sampling.custom_logit_processor"
 MEDIA = "sglang.srt.multimodal.processors.base_processor"
+PAGES = "sglang.srt.mem_cache.allocator.paged"
 GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
@@ -51,6 +52,9 @@ PRIVATE: tuple[Private, ...] = (
             "self, vocab_size, batch_size, device",
         ),
         optional=True,
+    ),
+    *_private(
+        "host/build.py", PAGES, ("alloc_decode_naive", "read", "whether a CPU has pages"), optional=True,
     ),
     *_private(
         "host/process.py", SCHEDULER,
