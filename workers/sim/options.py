@@ -65,8 +65,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     with quantized weights does. An engine that generates runs `inflight_rows` sequences at once, all of them together in each
     step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
-    depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and are
-    reported.
+    depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
+    reports them.
     """
 
     kind: Kind = "causal"
