@@ -19,7 +19,7 @@ from enginepool.protocol.messages import (
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
-from enginepool.workers.engine import NewWeights
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.weights.worker_update import Answer, Request, WorkerUpdate
 
 Frame = bytes | memoryview

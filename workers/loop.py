@@ -18,7 +18,8 @@ from enginepool.protocol.messages import Batch, Done, Exiting, MediumKind, TaskI
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
-from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     CancelGenerations,
     CommandDone,

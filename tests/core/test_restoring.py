@@ -15,7 +15,8 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weights import MemoryRegion, Restore, Restored
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import EngineDied, EngineError, EngineWeights, NewWeights
+from enginepool.workers.engine import EngineDied, EngineError
+from enginepool.workers.engine_weights import EngineWeights, NewWeights
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import Footer, write_footer

@@ -13,7 +13,8 @@ import pytest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, MemoryRegion, NewWeights
+from enginepool.workers.engine import EngineError
+from enginepool.workers.engine_weights import MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.weights import loader as sglang_weights

@@ -19,7 +19,8 @@ from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
 from enginepool.transfer import collective
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineDied, EngineError, MemoryRegion, NewWeights, NotComparable, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart
+from enginepool.workers.engine_weights import MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler

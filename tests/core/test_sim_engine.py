@@ -18,17 +18,9 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Part, Tokenize
 from enginepool.protocol.messages.weights import Join
 from enginepool.transfer.process_group import CollectiveError
-from enginepool.workers.engine import (
-    BatchOutcome,
-    Engine,
-    EngineDied,
-    EngineError,
-    NewWeights,
-    Outputs,
-    RowBatch,
-    RowPart,
-)
+from enginepool.workers.engine import BatchOutcome, Engine, EngineDied, EngineError, Outputs, RowBatch, RowPart
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import ran_out_of_memory
 from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine

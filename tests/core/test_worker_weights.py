@@ -8,7 +8,8 @@ import pytest
 
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Committed, MemoryRegion, Prepare, Prepared, ReleaseWeights, VerifyWeights
-from enginepool.workers.engine import Engine, NewWeights
+from enginepool.workers.engine import Engine
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import EngineLost, LoadPrepared, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.weights import executor as weights
 from enginepool.workers.weights.executor import WeightExecutor

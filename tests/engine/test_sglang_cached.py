@@ -9,7 +9,8 @@ import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.messages import Part
-from enginepool.workers.engine import BatchOutcome, EngineDied, NewWeights, RowBatch, RowPart
+from enginepool.workers.engine import BatchOutcome, EngineDied, RowBatch, RowPart
+from enginepool.workers.engine_weights import NewWeights
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference

@@ -14,7 +14,8 @@ from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.ipc_export import IpcExport, IpcExporter
 from enginepool.trainer.tensors import make_plan
 from enginepool.trainer.trainer_ranks import TrainerRanks
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights
+from enginepool.workers.engine import EngineDied, EngineError
+from enginepool.workers.engine_weights import NewWeights
 from tests.engine.reference import Reference
 from tests.engine.test_sglang_scores import assert_close, declared, random_batch
 from tests.engine.test_sglang_weights import Subject, assert_computed_with, subject

@@ -18,7 +18,8 @@ from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, RowBatch
+from enginepool.workers.engine import EngineError, RowBatch
+from enginepool.workers.engine_weights import LoadTimes, MemoryRegion, ModelTensors, NewWeights
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine

@@ -22,7 +22,8 @@ from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.peer_copy import CopySource
 from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights
+from enginepool.workers.engine import EngineDied, EngineError
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.memory import HostMemory

@@ -41,7 +41,8 @@ from enginepool.protocol.messages.weights import (
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
-from enginepool.workers.engine import Engine, EngineDied, EngineError, LoadTimes, NewWeights
+from enginepool.workers.engine import Engine, EngineDied, EngineError
+from enginepool.workers.engine_weights import LoadTimes, NewWeights
 from enginepool.workers.events import (
     EngineLost,
     RunWeights,

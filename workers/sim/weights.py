@@ -14,7 +14,8 @@ from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import Chunk, EngineDied, EngineError, LoadTimes, ModelTensors, NewWeights, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart
+from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sim.faults import faults_on_take
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space

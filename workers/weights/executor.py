@@ -35,7 +35,8 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NotComparable, OnlyAtStart
+from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     Answered,
     EngineLost,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import decode_manifest, difference
 from enginepool.protocol.messages.weights import Prepare, Prepared
-from enginepool.workers.engine import EngineWeights, NewWeights, OnlyAtStart
+from enginepool.workers.engine import OnlyAtStart
+from enginepool.workers.engine_weights import EngineWeights, NewWeights
 from enginepool.workers.events import Frame
 from enginepool.workers.weights.checkpoint import checkpoint_digest, checkpoint_tensors, checkpoint_under
 

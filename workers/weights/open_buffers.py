@@ -9,7 +9,8 @@ import os
 from collections.abc import Sequence
 
 from enginepool.protocol.messages.weight_reports import Finding
-from enginepool.workers.engine import Engine, EngineError, MemoryRegion, NewWeights
+from enginepool.workers.engine import Engine, EngineError
+from enginepool.workers.engine_weights import MemoryRegion, NewWeights
 from enginepool.workers.weights.ipc_import import LentMemoryError, pin
 
 

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages.weights import Restore, Restored
-from enginepool.workers.engine import EngineDied, EngineError, EngineWeights, MemoryRegion, NewWeights, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart
+from enginepool.workers.engine_weights import EngineWeights, MemoryRegion, NewWeights
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer

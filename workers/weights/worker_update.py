@@ -10,7 +10,7 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
-from enginepool.workers.engine import NewWeights
+from enginepool.workers.engine_weights import NewWeights
 
 Request = Prepare | Join | VerifyWeights | LoadWeights
 Answer = Prepared | Joined | Staged | WeightsLoaded

@@ -24,16 +24,8 @@ from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
-from enginepool.workers.engine import (
-    Chunk,
-    EngineDied,
-    EngineError,
-    LoadTimes,
-    ModelTensors,
-    NewWeights,
-    NotComparable,
-    OnlyAtStart,
-)
+from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart
+from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
