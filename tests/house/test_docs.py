@@ -267,7 +267,7 @@ def test_the_methods_that_the_map_names_are_in_the_files_that_it_names() -> None
         ("Add an operation", "enginepool/coordinator/operations/base.py", "Operation"),
         ("Add an operation", "workers/sglang/operations/base.py", "RowOperation"),
         ("Add an engine", "workers/engine.py", "Engine"),
-        ("Add an engine", "workers/engine.py", "EngineWeights"),
+        ("Add an engine", "workers/engine_weights.py", "EngineWeights"),
     ],
 )
 def test_the_interface_that_a_page_tells_to_implement_has_these_methods(heading: str, path: str, class_: str) -> None:
