@@ -11,6 +11,8 @@ Kind = Literal["causal", "classifier", "embedding"]
 FORWARD_S = 0.025
 #: The longest forward that a worker may declare, in milliseconds.
 MOST_FORWARD_MS = 10_000
+#: LoRA adapters of a worker, and characters of a name. Each status report and some errors have them all.
+MAX_ADAPTERS, MAX_ADAPTER_NAME = 64, 128
 #: Of 512 rows and 32,768 tokens in flight, 8 and 512 are left. A forward that is too large even then is not too large.
 MOST_HALVINGS = 6
 
@@ -35,7 +37,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     outputs. `reserved`: where the model's context length bounds `context`, how many of its tokens the engine keeps for itself.
     `operations`: what the worker can be asked for. `features`: what it has besides: `generate` may have `grammar`, `stop_text`,
     `logit_processors` and `reasoning_parser`, other operations `chat_template`, all of them `deterministic`. Of a worker that
-    generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool.
+    generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool. `adapters`: names
+    of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`.
     """
 
     kind: Kind
@@ -65,6 +68,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     embedding: int = 0
     dimensions: list[int] = []
     features: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def packed(self) -> bool:

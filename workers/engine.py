@@ -129,6 +129,7 @@ class GenerationTask:
     output. top_logprobs: and so many of the most probable tokens have one, in its place.
     prompt_logprobs: of so many of the first tokens of the prompt, or 0; with `top_logprobs` as well.
     media: those of the prompt, which has a placeholder for each; those of one kind in their order.
+    adapter: the LoRA adapter; "": none.
     """
 
     prompt: Ids
@@ -140,6 +141,7 @@ class GenerationTask:
     top_logprobs: int = 0
     prompt_logprobs: int = 0
     media: tuple[TaskMedium, ...] = ()
+    adapter: str = ""
 
 
 class NewTokens(NamedTuple):

@@ -48,6 +48,7 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     images: str | list[str] | None = None
     videos: str | list[str] | None = None
     audio: str | list[str] | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompt is None:
@@ -95,14 +96,15 @@ def generate(
     prompt_logprobs: Annotated[
         bool, typer.Option("--prompt-logprobs", help="The same of each token of the prompts; null for the first.")
     ] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The LoRA adapter of the group that generates.")] = None,
 ) -> dict[str, Any]:
     """Continue a file of prompts through a running pool.
 
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
-    any of n, logprobs, top_logprobs, prompt_logprobs, the sampling parameters of Pool.generate, group, priority, timeout,
-    min_version, version for itself; and "images", "videos" and "audio", each a data: or https: URL or a list of them.
+    any of n, logprobs, top_logprobs, prompt_logprobs, adapter, the sampling parameters of Pool.generate, group, priority,
+    timeout, min_version, version for itself; and "images", "videos" and "audio", each a data: or https: URL or a list of them.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
     "token_ids", its "finish_reason" and what else was asked for; or "error" with a code and a message. Exit code 1 if any line
@@ -118,4 +120,4 @@ def generate(
         del settings[name]
     settings |= {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
-    return settings | {"stop": stop or None, "sampling_seed": sampling_seed}
+    return settings | {"stop": stop or None, "sampling_seed": sampling_seed, "adapter": adapter}

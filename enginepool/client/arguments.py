@@ -18,6 +18,7 @@ import numpy.typing as npt
 from enginepool.errors import BadRequest
 from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 from enginepool.protocol.basis import MAX_ID, MAX_PRIORITY
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME
 
 #: One row of token ids: a sequence of ints, a one-dimensional integer array, or what numpy makes one of (a CPU tensor).
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -165,6 +166,19 @@ def check_path(value: Any) -> str:
         path = str(Path(path).resolve())
     utf8("path", path)
     return path
+
+
+def check_adapter(value: Any) -> str:
+    """The name of an adapter, or "" for None."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise bad("adapter", f"adapter: {kind(value)}; the name of an adapter, or None for the model alone")
+    if len(value) > MAX_ADAPTER_NAME:
+        text = f"adapter: a name of {len(value)} characters; at most {MAX_ADAPTER_NAME}"
+        raise bad("adapter", text, str(MAX_ADAPTER_NAME))
+    utf8("adapter", value)
+    return value
 
 
 def check_group(value: Any) -> str:

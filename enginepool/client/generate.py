@@ -6,7 +6,7 @@ from typing import Any, Final, Unpack, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.client.arguments import Ids, bad, check_int, check_options, kind, utf8
+from enginepool.client.arguments import Ids, bad, check_adapter, check_int, check_options, kind, utf8
 from enginepool.client.generations import Generation, Generations, read_generations
 from enginepool.client.media import MediaOptions, encode_media
 from enginepool.client.payload import encode_rows
@@ -47,6 +47,7 @@ class GenerateOptions(SamplingOptions, MediaOptions, total=False):
     prompt_logprobs: bool
     partial: bool
     continue_from: Sequence[Sequence[Generation]] | None
+    adapter: str | None
 
 
 class StreamOptions(GenerateOptions, total=False):
@@ -94,6 +95,8 @@ class GenerateCalls(RowCalls):
                 and paths are for groups with `media_urls` and `media_root`. Default: none.
             continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
                 by their length and have fewer than `max_new_tokens`, go on after their tokens. The result has all tokens.
+            adapter: the LoRA adapter that generates, by the name that the group's configuration gives it. Default: None, the
+                model alone.
             group, priority, timeout, retry_busy, min_version: as in `score`.
             version: as in `score`; a call of which tokens were generated ends as `interrupted` once a newer one is committed.
 
@@ -122,8 +125,8 @@ class GenerateCalls(RowCalls):
             credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
                 its own stream alone. 1 to 65536; default: 1024.
             images, videos, audio: those of the prompt, one or a list.
-            n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, partial, continue_from, group, priority, timeout,
-                retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
+            n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, partial, continue_from, adapter, group, priority,
+                timeout, retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
 
         Returns:
             An iterable of `TokenChunk`, each with the next tokens of one sample; its `result()` is what `generate` returns.
@@ -169,6 +172,7 @@ def _request(
         top_logprobs=top,
         prompt_logprobs=flag(options, "prompt_logprobs"),
         partial=flag(options, "partial"),
+        adapter=check_adapter(options.get("adapter")),
     )
     earlier = _earlier(options.get("continue_from"), prompts, request)
     if earlier:

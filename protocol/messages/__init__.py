@@ -8,6 +8,8 @@ as [name, dtype, shape]; see `frames.py`.
 """
 
 from enginepool.protocol.basis import *
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME as MAX_ADAPTER_NAME
+from enginepool.protocol.capabilities import MAX_ADAPTERS as MAX_ADAPTERS
 from enginepool.protocol.capabilities import Capabilities as Capabilities
 from enginepool.protocol.capabilities import Kind as Kind
 from enginepool.protocol.chat import MAX_CHAT_BYTES as MAX_CHAT_BYTES

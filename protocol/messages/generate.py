@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME
 from enginepool.protocol.messages.media import MAX_MEDIA, Medium
 from enginepool.protocol.messages.requests import Timings
 
@@ -111,6 +112,7 @@ class Generate(Message, tag="generate"):
     `partial`: a sequence whose worker is lost, or
     that weights interrupt, ends as `interrupted`, instead of going on elsewhere. `ended`: sequences that have all their tokens
     in `output`. `media`: images, videos and audio of prompts, those of one prompt after the other.
+    `adapter`: the LoRA adapter that generates them; "": the model alone.
     """
 
     id: int
@@ -130,6 +132,7 @@ class Generate(Message, tag="generate"):
     min_version: int = 0
     version: int | None = None
     media: Annotated[list[Medium], msgspec.Meta(max_length=MAX_MEDIA)] = []
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_NAME)] = ""
 
     @property
     def values(self) -> int:
@@ -241,7 +244,7 @@ class Generated(Message, tag="generated"):
 class StartGeneration(Message, tag="start"):
     """Continue the frame `prompt` int32: `n` sequences. The first token of each is at position `at` of its output, and
     `sampling.max_new_tokens` counts from there. `prompt_logprobs`: of so many of its first tokens, or 0. `media`: those of the
-    prompt, with their frames `media` and `media_lengths`."""
+    prompt, with their frames `media` and `media_lengths`. `adapter`: as in `Generate`."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -253,6 +256,7 @@ class StartGeneration(Message, tag="start"):
     prompt_logprobs: int = 0
     priority: int = 0
     media: list[Medium] = []
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_NAME)] = ""
 
 
 class StopGeneration(Message, tag="stop"):

@@ -51,7 +51,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
     item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer. `operations`,
-    `embedding`, `dimensions`, `features`: as in `capabilities`.
+    `embedding`, `dimensions`, `features`, `adapters`: as in `capabilities`.
     """
 
     kind: Kind
@@ -66,6 +66,7 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     embedding: int = 0
     dimensions: list[int] = []
     features: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):

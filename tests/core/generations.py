@@ -41,6 +41,7 @@ def generate(
     top_logprobs: int = 0,
     prompt_logprobs: bool = False,
     partial: bool = False,
+    adapter: str = "",
     **sampling: Any,
 ) -> GenerateWork:
     """A request with prompts of these lengths: prompt i has the ids 10 i, 10 i + 1, …"""
@@ -66,6 +67,7 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         partial=partial,
         ended=ended or [],
+        adapter=adapter,
     )
     return GENERATE.open(message, frames)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.fleet.checks import impossible
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.errors import WireError
@@ -24,6 +25,8 @@ from enginepool.protocol.messages import (
 )
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import EPOCH, config, failures
+
+ADAPTED = msgspec.structs.replace(CAN, adapters=("a", "b"))
 
 
 def started(pool: GeneratingPool) -> list[StartGeneration]:
@@ -152,6 +155,51 @@ def test_a_mask_and_a_schedule_stay_as_they_are_wherever_a_sequence_goes_on() ->
     pool.do(ev.WorkerBroken(0, link, "it broke"))
     first, again = started(pool)
     assert (again.at, again.sampling) == (3, msgspec.structs.replace(first.sampling, max_new_tokens=5))
+
+
+def test_an_adapter_that_the_workers_do_not_have_is_refused_before_the_queue_with_those_that_they_have() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.submit(client, 1, generate(adapter="d"))
+    pool.worker("a", can=ADAPTED)  # what waited for the first worker is refused, too
+    pool.submit(client, 2, generate(adapter="c"))
+    for refused in failures(pool.sent)[1], failures(pool.sent)[2]:
+        assert (refused.code, refused.field, refused.limit) == ("bad_request", "adapter", "a, b")
+    assert failures(pool.sent)[2].message == "adapter: 'c'; the workers of this group have a, b"
+    wrong = classes_of(generate(adapter="a"), CAN, None, PLAIN)
+    assert isinstance(wrong, WireError) and wrong.message == "adapter: 'a'; the workers of this group have no adapters"
+
+
+def test_a_sequence_keeps_its_adapter_wherever_it_goes_on() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=ADAPTED)
+    pool.submit(client, 1, generate(3, n=2, adapter="b"))
+    pool.submit(client, 2, generate(3))
+    assert [one.adapter for one in started(pool)] == ["b", ""]
+    pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""))
+    pool.worker("b", can=ADAPTED)
+    pool.do(ev.WorkerExited(0, "a", "killed"))
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    assert [(one.adapter, one.at) for one in started(pool)[2:]] == [("b", 2), ("b", 0), ("", 0)]
+
+
+def test_the_same_prompt_for_another_adapter_is_another_request() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    pool.worker("a", can=ADAPTED)
+    pool.submit(client, 1, generate(adapter="a"))
+    pool.submit(client, 1, generate(adapter="b"))
+    assert failures(pool.sent)[1].code == "id_reused"
+
+
+def test_a_worker_with_other_adapters_than_the_first_one_is_refused() -> None:
+    pool = GeneratingPool()
+    pool.worker("a", can=ADAPTED)
+    pool.worker("b", can=msgspec.structs.replace(ADAPTED, adapters=("a",)))
+    assert list(pool.machine.core.groups["g"].workers) == ["a"]
+    for names in (("",), ("a" * 129,), tuple(map(str, range(65)))):
+        assert impossible(msgspec.structs.replace(ADAPTED, adapters=names))
 
 
 def test_a_worker_is_given_no_more_than_it_runs_at_once_and_the_rest_waits_by_priority() -> None:

@@ -48,6 +48,8 @@ def test_blocks_tell_a_beginning_from_others() -> None:
     assert len(ours) == 10 and ours[:3] == theirs[:3] and not set(ours[3:]) & set(theirs[3:])
     assert blocks_of(memoryview(prompt[: BLOCK - 1].tobytes())) == []
     assert blocks_of(prompt.tobytes(), ours[:4]) == ours
+    adapted = blocks_of(prompt.tobytes(), adapter="a")
+    assert not set(ours) & set(adapted) and blocks_of(prompt.tobytes(), adapted[:4], "a") == adapted
     assert len(blocks_of(memoryview(bytes(4 * BLOCK * (MOST_BLOCKS + 5))))) == MOST_BLOCKS
 
 

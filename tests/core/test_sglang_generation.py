@@ -92,6 +92,7 @@ class AskedEngine(EngineGeneration):
             can,
             Running({}, 1000, 8, context),
             "",
+            {},
         )
         self.asked: list[tuple[list[int], int]] = []
 

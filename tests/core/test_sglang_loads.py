@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -190,6 +191,42 @@ class Strict(Model):
             if name in self.unknown:
                 raise KeyError(name)
             super().load_weights([(name.removesuffix("_tokens.weight"), tensor)])
+
+
+class Experts(torch.nn.Module):
+    """A model of one layer, whose load passes over names that it does not find."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.experts = torch.nn.ParameterDict({"w": torch.zeros(4, 6)})
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        known = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in known:
+                known[name].data.copy_(tensor)
+
+
+class Adapted(torch.nn.Module):
+    """A layer as SGLang puts it in the place of one that adapters change."""
+
+    def __init__(self, base_layer: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.base_layer, self.lora_backend = base_layer, "any"
+
+
+def test_new_weights_find_the_layers_below_adapters_which_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = Experts()
+    model.experts = Adapted(model.experts)
+    assert "experts.w" not in dict(model.named_parameters())
+    monkeypatch.setattr(sglang_process, "_own_load", [("experts.w", "float32", (4, 6))])
+    ticket = msgspec.json.encode({"do": "describe", "answer": str(tmp_path / "answer")}).decode()
+    sglang_weights.load(model, [(ticket, None)])
+    found = msgspec.msgpack.decode((tmp_path / "answer").read_bytes())
+    assert (found["optional"], found["plain"]) == ([], "")
+    assert isinstance(model.experts, Adapted)
 
 
 def test_a_load_is_not_given_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

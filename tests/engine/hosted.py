@@ -165,6 +165,12 @@ class _Host:
                 self._blocks.difference_update(np.frombuffer(told[1][1], "<u8").tolist())
                 self._blocks.update(np.frombuffer(told[1][0], "<u8").tolist()[1::2])
 
+    async def order(self, tasks: list[GenerationTask]) -> list[int]:
+        """The numbers of the tasks in the order in which they emit, all of them at once."""
+        order: list[int] = []
+        await asyncio.gather(*(self._engine.generate(task, lambda _, i=i: order.append(i)) for i, task in enumerate(tasks)))
+        return order
+
     async def stop(self, task: GenerationTask, after: int) -> tuple[int, int]:
         """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang has not answered once
         the call has ended). With 0 it is cancelled before it begins, with -1 one turn of the loop later, and so on."""

@@ -54,6 +54,7 @@ class Streams:
 
     def __init__(self, pool: Pool, count: int, options: dict[str, Any]) -> None:
         self.options = {**SAMPLING, **options}
+        self.adapter: str = self.options.get("adapter", "")
         self.n: int = self.options.get("n", 1)
         #: by stream and sample
         self.taken: dict[tuple[int, int], list[int]] = {(i, sample): [] for i in range(count) for sample in range(self.n)}
@@ -85,9 +86,16 @@ class Streams:
             for sample, one in enumerate(group):
                 assert one.finish_reason == "length"
                 allowed = [
-                    expected_output(prompt(i), sampling, sample=k, spans=one.spans, digests=digests, vocab=VOCAB, end_every=0)[
-                        0
-                    ]
+                    expected_output(
+                        prompt(i),
+                        sampling,
+                        sample=k,
+                        spans=one.spans,
+                        digests=digests,
+                        vocab=VOCAB,
+                        end_every=0,
+                        adapter=self.adapter,
+                    )[0]
                     for k in range(self.n)
                 ]
                 assert one.token_ids.tolist() == self.taken[i, sample] and self.taken[i, sample] in allowed
@@ -114,10 +122,11 @@ async def streaming(daemon: Daemon, count: int = STREAMS, **options: Any) -> Asy
 def test_a_worker_that_is_lost_in_the_middle_changes_no_token(
     processes: Processes, tmp_path: Path, sign: signal.Signals, n: int
 ) -> None:
-    daemon = generating(processes, tmp_path, silence_s=2.0)
+    daemon = generating(processes, tmp_path, options={"adapters": ["french"]}, silence_s=2.0)
 
     async def scene() -> None:
-        async with streaming(daemon, STREAMS // n, n=n, temperature=1.0) as (_, streams):
+        adapter = "french" if n > 1 else ""
+        async with streaming(daemon, STREAMS // n, n=n, temperature=1.0, adapter=adapter) as (_, streams):
             os.kill(workers_of(daemon)[0], sign)
             await streams.check()
 

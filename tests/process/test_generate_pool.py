@@ -83,17 +83,18 @@ def test_a_partial_rollout_that_a_killed_coordinator_interrupts_is_handed_in_aga
 
 
 def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
-    daemon = generating(processes, tmp_path, options={"end_every": END_EVERY})
+    daemon = generating(processes, tmp_path, options={"end_every": END_EVERY, "adapters": ["french"]})
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines: list[dict[str, Any]] = [{"prompt": prompt(i), "id": i} for i in range(5)]
     lines += [{"prompt": [VOCAB]}, {"text": "a"}, {"prompt": prompt(7), "n": 2, "logprobs": True, "max_new_tokens": 3}]
     lines += [{"prompt": prompt(8), "temperature": -1}, {"prompt": []}]
+    lines += [{"prompt": prompt(9), "adapter": "french"}, {"prompt": prompt(9), "adapter": "dutch"}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for _ in range(2):
         code, _, err = call("generate", source, target, "--connect", daemon.address, "--max-new-tokens", 9, "--temperature", 0)
         assert code == 1, err
     found = records(target)
-    assert sorted(found) == list(range(1, 11))
+    assert sorted(found) == list(range(1, 13))
     for i in range(5):
         wanted, _, reason = expected_output(prompt(i), Sampling(temperature=0.0, max_new_tokens=9), sample=0, vocab=VOCAB)
         [sample] = found[i + 1]["samples"]
@@ -107,3 +108,8 @@ def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp
         assert sample["token_ids"] == wanted
         np.testing.assert_allclose(sample["logprobs"], chances, rtol=1e-5)
     assert found[9]["error"]["field"] == "temperature" and found[10]["error"]["field"] == "prompts[0]"
+    adapted, _, _ = expected_output(
+        prompt(9), Sampling(temperature=0.0, max_new_tokens=9), sample=0, vocab=VOCAB, adapter="french"
+    )
+    assert found[11]["samples"][0]["token_ids"] == adapted
+    assert found[12]["error"]["message"] == "line 12: adapter: 'dutch'; the workers of this group have french"

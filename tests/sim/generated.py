@@ -129,6 +129,7 @@ def _check_prompts(call: Call, message: Generated, answer: Answer, tokens: Seque
     generating = call.generating
     assert generating is not None
     known, top = dict(message.prompts), generating.request.top_logprobs
+    adapter = generating.request.adapter
     data = bytes(read_prompt_columns(message.frames, answer.frames)) if known else b""
     n = len(tokens) // len(call.prompts)
     begun = {i // n for i, some in enumerate(tokens) if some}
@@ -136,7 +137,8 @@ def _check_prompts(call: Call, message: Generated, answer: Answer, tokens: Seque
     for number, count in message.prompts:
         size = 4 * count * (1 + 2 * top)
         prompt, mine, data = call.prompts[number], data[:size], data[size:]
-        allowed = [_of_prompt(prompt, count, top, SimWeights(one.content)) for one in weights]
+        engines = (SimWeights(one.content).with_adapter(adapter) for one in weights)
+        allowed = [_of_prompt(prompt, count, top, engine) for engine in engines]
         assert 4 * count == len(prompt) and mine in allowed[call.floor :], f"{call}: prompt {number}"
 
 
@@ -167,19 +169,20 @@ def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answer
     wrong = ""
     for sample in samples:
         expected = SimSequence(prompt + brought, sampling, sample, VOCAB, END_EVERY)
-        wrong = _differs(expected, contents, allowed, sequence, has if generating.constrained else 0)
+        engine = SimWeights(0, has if generating.constrained else 0).with_adapter(request.adapter)
+        wrong = _differs(expected, contents, allowed, sequence, engine)
         if not wrong:
             return
     raise AssertionError(f"{told}: {wrong}; committed: {of_version}, from number {call.floor} on")
 
 
 def _differs(
-    expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered, began: int
+    expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered, engine: SimWeights
 ) -> str:
     """How a sequence differs from what weights with these contents generate, or "".
 
-    `allowed`: of each token, the numbers of the weights that may have computed it; later tokens are of later ones. `began`: the
-    position at which its engine began, if that matters."""
+    `allowed`: of each token, the numbers of the weights that may have computed it; later tokens are of later ones. `engine`:
+    the rest of what its tokens depend on."""
     reason, matched, latest = "", None, 0
     chances = array("f", sequence.logprobs)
     for at, (token, numbers) in enumerate(zip(array("i", sequence.tokens), allowed, strict=True)):
@@ -187,7 +190,7 @@ def _differs(
             return f"more after token {at}, which ends it"
         for latest in (number for number in numbers if number >= latest):
             then = copy(expected)
-            drawn = then.next(SimWeights(contents[latest], began))
+            drawn = then.next(engine._replace(seed=engine.seed + contents[latest]))
             if drawn.token == token and (not chances or array("f", [drawn.logprob])[0] == chances[at]):
                 break
         else:

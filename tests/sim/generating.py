@@ -12,6 +12,8 @@ from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE,
 
 #: one token in so many is the end of a text
 END_EVERY = 20
+#: of every worker that generates
+ADAPTERS = ("a", "b")
 
 
 class GenerationMix:
@@ -112,6 +114,7 @@ def generate_instead(random: Random, call: Call, can: Capabilities, mix: Generat
     # No draws of their own: the schedules of known seeds stay what they are.
     request.top_logprobs = call.uid % 4 if request.logprobs else 0
     request.prompt_logprobs = call.uid % 5 == 1
+    request.adapter = ADAPTERS[call.uid % 3 - 1] if call.uid % 3 else ""
     brought = [b"" for _ in range(n * len(rows))]
     if random.random() < mix.brought:
         brought = [_ids(random, random.randrange(sampling.max_new_tokens), can.vocab) for _ in brought]

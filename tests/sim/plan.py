@@ -9,7 +9,7 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Ti
 from enginepool.coordinator.core.context import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
 from tests.sim.commands import SimCommand
-from tests.sim.generating import GenerationMix
+from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
 from tests.sim.traffic import SEPARATOR, Mix
@@ -220,6 +220,7 @@ class Plan:
             self.capabilities[name] = msgspec.structs.replace(
                 can, kind="causal", labels=0, hidden=0, separator=None, operations=(*can.operations, "generate"),
                 batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))), features=("logit_processors",),
+                adapters=ADAPTERS,
             )  # fmt: skip
             if name in self.memory:
                 self.memory[name] = max(1, self.capabilities[name].inflight_rows >> self.halvings[name])

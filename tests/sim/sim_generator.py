@@ -29,8 +29,8 @@ class SimGeneration:
     """A task inside an engine."""
 
     __slots__ = (
-        "at", "began", "begun", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt", "refused", "sequences",
-        "stopped", "top",
+        "adapter", "at", "began", "begun", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt", "refused",
+        "sequences", "stopped", "top",
     )  # fmt: skip
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
@@ -38,6 +38,7 @@ class SimGeneration:
         self.id = message.task
         self.prompt = bytes(run.frames[0])
         self.logprobs, self.top, self.of_prompt = message.logprobs, message.top_logprobs, message.prompt_logprobs
+        self.adapter = message.adapter
         #: where it began, if what the engine counted before matters: what it generates then is not what it would have been
         self.began = message.at if message.sampling.frequency_penalty else 0
         sampling = message.sampling
@@ -141,10 +142,10 @@ class SimGenerator:
                 task.sequences.clear()
             if not task.begun and task not in failed:
                 task.begun = True
-                out.cached.append((task.id[1], self._cache.found(task.prompt, weights)))
+                out.cached.append((task.id[1], self._cache.found(task.prompt, weights, task.adapter)))
                 if task.of_prompt:
                     out.add_prompt(task, weights)
-                self._cache.add(task.prompt, weights)
+                self._cache.add(task.prompt, weights, task.adapter)
             for i in list(task.sequences):
                 self._next(out, task, i, weights)
         if fault == "wrong_rows":
@@ -184,14 +185,14 @@ class SimGenerator:
         logprobs: list[float] = []
         at, reason, matched = task.at[i], "", None
         for _ in range(3 if self._engine.world.chance(0.05) else 1):
-            drawn = task.sequences[i].next(weights._replace(version=task.began))
+            drawn = task.sequences[i].next(weights._replace(version=task.began).with_adapter(task.adapter))
             tokens.append(drawn.token)
             task.output[i].append(drawn.token)
             logprobs.append(drawn.logprob)
             reason = drawn.reason
             if reason:
                 del task.sequences[i]
-                self._cache.add(task.prompt + task.output[i].tobytes(), weights)
+                self._cache.add(task.prompt + task.output[i].tobytes(), weights, task.adapter)
                 matched = drawn.token if reason == "stop" else None
                 break
         task.at[i] = at + len(tokens)
@@ -231,7 +232,7 @@ class _Out:
 
     def add_prompt(self, task: SimGeneration, weights: Weights) -> None:
         self.prompts.append((task.id[1], task.of_prompt))
-        known = prompt_logprobs(task.prompt, task.of_prompt, weights)
+        known = prompt_logprobs(task.prompt, task.of_prompt, weights.with_adapter(task.adapter))
         self._prompt_logprobs.extend(known)
         ids, chances = prompt_top_of(task.prompt, known, self._top, self._vocab)
         self._prompt_top_ids.extend(chain.from_iterable(ids))

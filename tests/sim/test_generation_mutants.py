@@ -96,6 +96,16 @@ def a_resumed_sequence_forgets_how_many_tokens_it_must_have(patch: pytest.Monkey
     patch.setattr(batches, "start_message", start_message)
 
 
+def a_resumed_sequence_loses_its_adapter(patch: pytest.MonkeyPatch) -> None:
+    real = batches.start_message
+
+    def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
+        message, frames = real(batch)
+        return replace(message, adapter="" if message.at else message.adapter), frames
+
+    patch.setattr(batches, "start_message", start_message)
+
+
 def what_an_engine_counted_is_forgotten_with_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GenerateWork, "constrained", False)
 
@@ -215,6 +225,7 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
         a_request_that_is_sent_again_begins_at_position_0,
         a_resumed_sequence_has_as_many_new_tokens_as_at_first,
         a_resumed_sequence_forgets_how_many_tokens_it_must_have,
+        a_resumed_sequence_loses_its_adapter,
         what_an_engine_counted_is_forgotten_with_it,
         no_worker_is_told_of_a_cancel,
         a_slot_is_taken_from_a_lower_priority_without_a_stop,
@@ -245,7 +256,7 @@ def prefixes_are_known_by_their_prompts_alone(patch: pytest.MonkeyPatch) -> None
 
 
 def blocks_are_told_apart_by_their_place_alone(patch: pytest.MonkeyPatch) -> None:
-    def blocks_of(tokens: bytes, known: Sequence[int] = ()) -> list[int]:
+    def blocks_of(tokens: bytes, known: Sequence[int] = (), adapter: str = "") -> list[int]:
         return list(range(len(tokens) // 4 // BLOCK))
 
     patch.setattr(generation_slots, "blocks_of", blocks_of)

@@ -111,6 +111,7 @@ def _from_client() -> list[Valid]:
                 timeout_ms=30000,
                 min_version=3,
                 version=4,
+                adapter="french",
             ),
             (*PROMPTS, *OUTPUT),
             exact=False,
@@ -315,6 +316,7 @@ def _workers() -> list[Valid]:
                 "top_logprobs": 2,
                 "prompt_logprobs": 2,
                 "priority": 5,
+                "adapter": "french",
             },
             prompt,
             exact=False,
@@ -399,6 +401,8 @@ def _requests() -> list[Invalid]:
         _refused("output-whole", "it has all, and has not ended", bad, "output_lengths[0]", *whole, stage=c, sampling=one),
         _refused("ended-unknown", "two sequences", bad, "ended[0]", stage=c, ended=[[2, "stop"]]),
         _refused("too-long", "2 + 15 of 16", bad, "items[0]", stage=m, model="generating", sampling={"max_new_tokens": 15}),
+        _refused("adapter-unknown", "these workers have none", bad, "adapter", stage=m, model="generating", adapter="french"),
+        _refused("adapter-long", "129 characters", bad, "adapter", stage="header", adapter="a" * 129),
         _refused("by-scoring", "this model scores", bad, "type", stage=m, model="causal", sampling={"max_new_tokens": 4}),
     ]  # fmt: skip
 

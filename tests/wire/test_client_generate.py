@@ -86,13 +86,15 @@ def test_every_sampling_parameter_travels_by_its_own_name(coordinator: Generatin
         "require_reasoning": False,
     }  # fmt: skip
     assert given.keys() == set(Sampling.__struct_fields__) <= GenerateOptions.__annotations__.keys()
-    generate(coordinator, ["a"], group="g", priority=-3, timeout=30, min_version=4, version=5, partial=True, **given)
+    given |= {"group": "g", "priority": -3, "adapter": "f"}
+    generate(coordinator, ["a"], timeout=30, min_version=4, version=5, partial=True, **given)
     [sent] = coordinator.asked
     assert sent.sampling == Sampling(
         4, 1, 0.0, 0.5, 5, 0.25, 1.0, -1.5, 1.25, ["\n\n"], [7, 8], ["[0-9]+"], True, {"5": -1.0, "6": 2.5}, 3,
         allowed_token_ids=[4, 5],
     )  # fmt: skip
     assert (sent.group, sent.priority, sent.min_version, sent.version, sent.partial) == ("g", -3, 4, 5, True)
+    assert sent.adapter == "f"
     assert sent.timeout_ms is not None and 0 < sent.timeout_ms <= 30_000
 
 
@@ -134,6 +136,9 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"version": "5"}, "version", ""),
     ("a", {"version": 5, "min_version": 6}, "min_version", "5"),
     ("a", {"group": 3}, "group", ""),
+    ("a", {"adapter": 3}, "adapter", ""),
+    ("a", {"adapter": "a" * 129}, "adapter", "128"),
+    ("a", {"adapter": "\ud800"}, "adapter", ""),
     ("a", {"retry_busy": 0}, "retry_busy", ""),
     ("a", {"max_new_tokens": 0}, "max_new_tokens", str(MAX_NEW_TOKENS)),
     ("a", {"max_new_tokens": MAX_NEW_TOKENS + 1}, "max_new_tokens", str(MAX_NEW_TOKENS)),

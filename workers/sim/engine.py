@@ -83,7 +83,7 @@ class SimEngine:
         if settings.generates:
             if o.kind != "causal":
                 raise ValueError(f"options of engine sim: kind = {o.kind!r}: must be 'causal' where operations = ['generate']")
-            self._capabilities = can = self._generating(self._capabilities, multimodal=o.multimodal)
+            self._capabilities = can = self._generating(o, self._capabilities)
             self._generator = SimGenerator(o, can.inflight_rows, self._weights_now, self._suffer)
         elif any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)
@@ -106,12 +106,13 @@ class SimEngine:
         return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
 
     @staticmethod
-    def _generating(can: Capabilities, *, multimodal: bool) -> Capabilities:
+    def _generating(o: SimOptions, can: Capabilities) -> Capabilities:
         """`can` of an engine that does nothing but generate."""
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
             embedding=0, max_item=0, cached_query=0, cached_tokens=0,
-            features=("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if multimodal else ())),
+            features=("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if o.multimodal else ())),
+            adapters=tuple(sorted(o.adapters)),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
@@ -182,6 +183,8 @@ class SimEngine:
         self._must_live()
         if self._generator is None:
             raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
+        if task.adapter and task.adapter not in self._capabilities.adapters:
+            raise EngineError(f"adapter: this engine has no {task.adapter!r}")
         await self._generator.generate(task, emit)
 
     def _weights_now(self) -> Weights:

@@ -156,8 +156,8 @@ class SimGenerator:
             if i:
                 continue  # its prompt is computed once
             weights = self._weights()
-            entry.cached = self.cache.found(entry.prompt, weights)
-            self.cache.add(entry.prompt, weights)
+            entry.cached = self.cache.found(entry.prompt, weights, entry.task.adapter)
+            self.cache.add(entry.prompt, weights, entry.task.adapter)
             tokens += len(entry.prompt) // 4 - entry.cached
             for fault in faults_of_task(self._options.faults, entry.task.prompt, entry.number):
                 try:
@@ -168,11 +168,12 @@ class SimGenerator:
 
     def _next(self, entry: _Entry, i: int, weights: Weights) -> None:
         task = entry.task
-        token, logprob, reason = drawn = entry.sequences[i].next(weights)
+        adapted = weights.with_adapter(task.adapter) if task.adapter else weights
+        token, logprob, reason = drawn = entry.sequences[i].next(adapted)
         entry.output[i].append(token)
         if reason:
             del entry.sequences[i]
-            self.cache.add(entry.prompt + entry.output[i].tobytes(), weights)
+            self.cache.add(entry.prompt + entry.output[i].tobytes(), weights, task.adapter)
         matched = token if reason == "stop" else None
         new = NewTokens(i, (token,), (logprob,) if task.logprobs else (), reason, matched, entry.cached if not i else None)
         if task.top_logprobs:
@@ -181,7 +182,7 @@ class SimGenerator:
         if new.cached is not None and task.media:
             new = new._replace(prompt=len(entry.prompt) // 4)
         if new.cached is not None and task.prompt_logprobs:
-            known = prompt_logprobs(entry.prompt, task.prompt_logprobs, weights)
+            known = prompt_logprobs(entry.prompt, task.prompt_logprobs, adapted)
             ids, chances = prompt_top_of(entry.prompt, known, task.top_logprobs, self._options.vocab)
             new = new._replace(prompt_logprobs=known, prompt_top_ids=ids, prompt_top_logprobs=chances)
         entry.emit(new)

@@ -1,5 +1,6 @@
 """How the sim engine answers an operation of rows: the interface. An operation is one file and one entry in `table.py`."""
 
+import zlib
 from typing import NamedTuple, Protocol
 
 from enginepool.workers.engine import Outputs, RowPart
@@ -12,6 +13,10 @@ class Weights(NamedTuple):
     seed: int = 0
     version: int = 0
     digest: str = ""
+
+    def with_adapter(self, name: str) -> "Weights":
+        """With a LoRA adapter of this name: its CRC-32 is added to the seed."""
+        return self._replace(seed=self.seed + zlib.crc32(name.encode()))
 
 
 class SimOperation(Protocol):

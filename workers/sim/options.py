@@ -66,7 +66,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
     depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
-    reports them.
+    reports them. `adapters`: names of the LoRA adapters that it generates with.
     """
 
     kind: Kind = "causal"
@@ -96,6 +96,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     multimodal: bool = True
     cache_tokens: int = 65_536
     kv_events: bool = False
+    adapters: list[str] = []
     faults: list[Fault] = []
 
 

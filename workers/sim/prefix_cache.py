@@ -29,23 +29,23 @@ class SimPrefixCache:
         #: is told what changes
         self.report: PrefixReport | None = None
 
-    def found(self, tokens: bytes, weights: Weights) -> int:
-        """How many of these tokens (int32) it has. As in a real engine, at least one has to be computed."""
+    def found(self, tokens: bytes, weights: Weights, adapter: str = "") -> int:
+        """How many of these tokens (int32) it has of this adapter. As in a real engine, at least one has to be computed."""
         if weights != self._weights:
             self._weights = weights
             self.clear()
         count = 0
-        for block in _blocks(tokens, self._block):
+        for block in _blocks(tokens, self._block, adapter):
             if block not in self._blocks:
                 break
             count += self._block
         return max(0, min(count, len(tokens) // 4 - 1))
 
-    def add(self, tokens: bytes, weights: Weights) -> None:
-        """These tokens were computed by `weights`."""
+    def add(self, tokens: bytes, weights: Weights, adapter: str = "") -> None:
+        """These tokens were computed by `weights` with this adapter."""
         if weights != self._weights:
             return  # the engine has others now
-        blocks = [first_parent(), *_blocks(tokens, self._block)]
+        blocks = [first_parent(adapter), *_blocks(tokens, self._block, adapter)]
         for parent, block in pairwise(blocks):
             if block not in self._blocks and self.report is not None:
                 self.report.store(parent, block)
@@ -64,9 +64,9 @@ class SimPrefixCache:
             self.report.clear()
 
 
-def _blocks(tokens: bytes, size: int) -> Iterator[int]:
+def _blocks(tokens: bytes, size: int, adapter: str) -> Iterator[int]:
     """A number for each whole block, which tells it and all blocks before it from others."""
-    last, step = first_parent(), 4 * size
+    last, step = first_parent(adapter), 4 * size
     for end in range(step, len(tokens) + 1, step):
         last = next_block(last, tokens[end - step : end])
         yield last

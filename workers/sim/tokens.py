@@ -13,6 +13,8 @@ a token of the prompt is computed as that of a new one, for p up to and with it,
 The first token of a sample s > 0 has h = mix((crc + 1) * k + A * s), unless the temperature is 0. END ends a sequence, as the
 token ids do that its request names; `ignore_eos` lets both pass. Before `min_new_tokens` both are forbidden, and always END as
 `token`, and `disallowed_token_ids`. The choices are the vocabulary, or `allowed_token_ids`: one of these is chosen in any case.
+
+With an adapter, the CRC-32 of its name is added to the seed.
 """
 
 import math
@@ -148,6 +150,7 @@ def expected_output(
     vocab: int = 151_936,
     seed: int = 0,
     end_every: int = END_EVERY,
+    adapter: str = "",
 ) -> tuple[list[int], list[float], str]:
     """(tokens, logprobs, reason) of a whole sequence, however often it was interrupted.
 
@@ -161,7 +164,8 @@ def expected_output(
     versions = [version for version, count in spans for _ in range(count)] or [0]
     while True:
         version = versions[min(len(tokens), len(versions) - 1)]
-        drawn = sequence.next(Weights(seed, version, (digests or {}).get(version, "")))
+        weights = Weights(seed, version, (digests or {}).get(version, ""))
+        drawn = sequence.next(weights.with_adapter(adapter))
         tokens.append(drawn.token)
         logprobs.append(drawn.logprob)
         if drawn.reason:

@@ -9,7 +9,7 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import ID_FRAMES
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.protocol.capabilities import MOST_FORWARD_MS, MOST_HALVINGS
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
 #: Sizes that a worker can embed in, and characters of its operations, or features. Each status report and some errors have all
@@ -38,6 +38,8 @@ def impossible(can: Capabilities) -> str:
         and 0 < sum(map(len, can.operations)) <= MAX_NAMES
         and sum(map(len, can.features)) + len(can.features) <= MAX_NAMES
         and len(can.dimensions) <= MAX_NAMES
+        and len(can.adapters) <= MAX_ADAPTERS
+        and all(0 < len(name) <= MAX_ADAPTER_NAME for name in can.adapters)
         and not any(operation.impossible(can) for operation in OPERATIONS.values())
         and (can.separator is None or 0 <= can.separator < can.vocab)
         and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)

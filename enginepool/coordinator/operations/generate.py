@@ -58,6 +58,7 @@ class GenerateWork(Work, frozen=True, gc=False):
     ended: tuple[SequenceEnd, ...] = ()
     width: int = 0
     media: RequestMedia = RequestMedia()
+    adapter: str = ""
 
     def brought(self) -> Iterator[memoryview]:
         """The tokens that each sequence brings along, as bytes of int32."""
@@ -107,7 +108,7 @@ class GenerateOperation(Operation[GenerateWork]):
             (
                 self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
                 message.top_logprobs, message.prompt_logprobs, message.partial, message.min_version, message.version,
-                tuple(message.media), *media.frames, *frames[:2],
+                message.adapter, tuple(message.media), *media.frames, *frames[:2],
             )
         )  # fmt: skip
         answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)
@@ -123,6 +124,7 @@ class GenerateOperation(Operation[GenerateWork]):
             top_logprobs=message.top_logprobs, prompt_logprobs=message.prompt_logprobs, width=message.width,
             partial=message.partial, output=output, output_max=_largest(output), ended=tuple(message.ended),
             media=media,
+            adapter=message.adapter,
         )  # fmt: skip
 
     def refuse(self, work: GenerateWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
@@ -134,6 +136,9 @@ class GenerateOperation(Operation[GenerateWork]):
                 return bad(field, f"{field}: token id {largest} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := _missing_feature(sampling, can) or _untaken_media(work.media, can):
             return wrong
+        if work.adapter and work.adapter not in can.adapters:
+            names = ", ".join(can.adapters)
+            return bad("adapter", f"adapter: {work.adapter!r}; the workers of this group have {names or 'no adapters'}", names)
         if work.top_logprobs > can.vocab:
             text = f"top_logprobs: {work.top_logprobs}; the vocabulary has {can.vocab} tokens"
             return bad("top_logprobs", text, str(can.vocab))

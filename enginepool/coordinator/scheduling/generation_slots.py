@@ -34,7 +34,7 @@ def preferred(request: Request, least: Worker) -> Worker:
     assert state is not None
     prompt = request.back[0][0] // _generation(request).n
     if state.blocks[0] != prompt:
-        state.blocks = prompt, blocks_of(_prompt(request, prompt))
+        state.blocks = prompt, blocks_of(_prompt(request, prompt), adapter=_generation(request).adapter)
     prefixes = request.group.prefixes
     found = prefixes.find(state.blocks[1])
     if found is None:
@@ -91,7 +91,7 @@ def remember(request: Request, place: int, worker: Worker) -> None:
     number = place // _generation(request).n
     known = state.blocks[1] if state.blocks[0] == number else ()
     history = b"".join((_prompt(request, number), state.sequences[place].tokens))
-    request.group.prefixes.add(blocks_of(history, known), worker)
+    request.group.prefixes.add(blocks_of(history, known, _generation(request).adapter), worker)
 
 
 def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, Slice]:
@@ -146,6 +146,7 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
         batch.id, specs, sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, top_logprobs=work.top_logprobs,
         prompt_logprobs=_wanted_of_prompt(batch) if work.prompt_logprobs else 0, priority=request.priority,
         media=media,
+        adapter=work.adapter,
     )  # fmt: skip
     return message, [prompt, *frames]
 

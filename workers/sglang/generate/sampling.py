@@ -45,6 +45,8 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
         raise EngineError(f"top_logprobs: {task.top_logprobs}; 0 to {can.vocab}, and only with logprobs")
     if not 0 <= task.prompt_logprobs <= prompt.size:
         raise EngineError(f"prompt_logprobs: {task.prompt_logprobs}; the prompt has {prompt.size} tokens")
+    if task.adapter and task.adapter not in can.adapters:
+        raise EngineError(f"adapter: {task.adapter!r}; this engine has {', '.join(can.adapters) or 'no adapters'}")
     wrong = next((token for token in s.stop_token_ids if not 0 <= token < can.vocab), None)
     if wrong is not None:
         raise EngineError(f"stop_token_ids: {wrong} is outside 0..{can.vocab - 1}")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.room import Held, SharedRoom
+from enginepool.workers.sglang.generate.adapter_slots import AdapterSlots
 from enginepool.workers.sglang.generate.media import (
     ROOM_PIXELS,
     check_expanded,
@@ -48,11 +49,13 @@ class EngineGeneration:
         capabilities: what the engine can do.
         running: what the engine runs with.
         processor: the logit processor of this package, as SGLang takes it.
+        adapters: SGLang's records of LoRA adapters, by name.
     """
 
     def __init__(
-        self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running, processor: str
-    ) -> None:
+        self, tokenizer_manager: Any, requests: Any, capabilities: Capabilities, running: Running, processor: str,
+        adapters: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self._tm = tokenizer_manager
         self._requests = requests
         self._processor = processor
@@ -63,6 +66,8 @@ class EngineGeneration:
         settings = running.settings
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
+        pinned = [name for name, adapter in adapters.items() if adapter.pinned]
+        self.adapters = AdapterSlots(settings.get("max_loras_per_batch") or 1, pinned)
         self.capabilities = capabilities
         self._deterministic = bool(settings.get("enable_deterministic_inference"))
         #: +1 when the engine runs larger priorities first, as the pool does; 0 when it knows none.
@@ -110,6 +115,7 @@ class EngineGeneration:
             logprob_start_len=0 if task.prompt_logprobs and not sequence else -1,
             top_logprobs_num=task.top_logprobs,
             require_reasoning=task.sampling.require_reasoning,
+            lora_path=task.adapter or None,
             priority=task.priority * self._priority_sign if self._priority_sign else None,
         )
         return self._tm.generate_request(request, None)
@@ -189,6 +195,7 @@ class Sequences:
         rid, takers = self._rids[sequence], self._engine.messages.takers
         # The prompt of a further sample is in SGLang's cache.
         tokens = 1 if sequence else self._tokens
+        await self._engine.adapters.enter(self._task.adapter)
         self._prefills[sequence] = prefill = Prefill(self._engine.admission, tokens, self._task.priority)
         takers[rid] = partial(self._take, sequence)
         try:
@@ -206,6 +213,7 @@ class Sequences:
             del takers[rid]
             prefill.over()
             self._give_back(sequence)
+            self._engine.adapters.leave(self._task.adapter)
             self._prefilled.set()
         if sequence in self._failed:
             raise EngineError(self._failed[sequence])

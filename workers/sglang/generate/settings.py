@@ -83,6 +83,7 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
+            "lora_backend": "torch_native",
             "disable_overlap_schedule": True,
             "disable_cuda_graph": True,
             "disable_prefill_cuda_graph": True,

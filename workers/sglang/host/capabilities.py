@@ -6,6 +6,7 @@ from typing import Any
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
+from enginepool.workers.sglang.generate.adapter_slots import adapter_names
 from enginepool.workers.sglang.generate.media import media_features
 from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features
 from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, is_deterministic, reserved
@@ -75,6 +76,12 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
     )
 
 
+def adapters_of(tm: Any) -> dict[str, Any]:
+    """SGLang's records of the adapters that are loaded, by name."""
+    registry = tm.lora_registry
+    return registry.get_all_adapters()
+
+
 def _generating(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
     """As `capabilities_of`, of an engine that only generates."""
     if not tm.is_generation:
@@ -91,5 +98,6 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
         text=text,
         features=(*generation_features(running.settings, text), *media_features(tm)),
         reserved=tm.context_len - bounds.context if ends_by_model else 0,
+        adapters=adapter_names(adapters_of(tm)),
         **asdict(bounds),
     )

@@ -28,7 +28,7 @@ from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.generate.kv_events import read_kv_events, with_endpoint
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
-from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
+from enginepool.workers.sglang.host.capabilities import adapters_of, capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
 from enginepool.workers.sglang.host.process import no_garbage_collection
@@ -109,7 +109,9 @@ class SglangEngine:
             if entries is not None:
                 work = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
             else:
-                work = EngineGeneration(self._tm, prepared.requests, capabilities, running, prepared.processor)
+                work = EngineGeneration(
+                    self._tm, prepared.requests, capabilities, running, prepared.processor, adapters_of(self._tm)
+                )
             ranks = prepared.settings.options.get("tp_size") or 1
             self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, work.forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.

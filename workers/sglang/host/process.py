@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
+from enginepool.workers.cpu_bridge import pinned_memory
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import table as patches
@@ -158,6 +159,8 @@ def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports:
     """
     keep_notes("scheduler")
     start_biases_at_zero()
+    if os.environ.get(BRIDGE_VARIABLE) and (settings.enable_lora or settings.lora_paths):
+        pinned_memory.install()
     scheduler, pooler = _class(patches.SCHEDULER, "Scheduler"), _class(patches.POOLER, "CrossEncodingPooler")
     sequences = _class(patches.LOGITS, "LogitsProcessor")
     report_every_forward(_class(patches.TIMES, "SchedulerReqTimeStats"))

@@ -32,6 +32,8 @@ PROCESSORS = "sglang.srt.sampling.custom_logit_processor"
 MEDIA = "sglang.srt.multimodal.processors.base_processor"
 PAGES = "sglang.srt.mem_cache.allocator.paged"
 GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+ADAPTERS = "sglang.srt.lora.lora_registry"
+LAYERS = "sglang.srt.lora.layers"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
 
@@ -60,6 +62,7 @@ PRIVATE: tuple[Private, ...] = (
         "host/process.py", SCHEDULER,
         ("run_scheduler_process", "called", "ports are replaced by place", "server_args, port_args, ..."),
     ),
+    *_private("host/process.py", SETTINGS, ("ServerArgs.enable_lora lora_paths", "read", "whether memory is to be pinned")),
     *_private(
         "host/process.py", DETOKENIZER,
         ("run_detokenizer_process", "called", "keeps notes", "server_args, port_args, ..."),
@@ -87,6 +90,9 @@ PRIVATE: tuple[Private, ...] = (
             "read", "what the model is, and the longest row",
         ),
     ),
+    *_private("host/capabilities.py", TOKENIZER, ("TokenizerManager.lora_registry", "read", "adapters")),
+    *_private("host/capabilities.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "adapters", "self")),
+    *_private("generate/sequences.py", ADAPTERS, ("LoRARef.pinned", "read", "adapters with a place of their own in a batch")),
     *_private("host/tokenizer.py", TOKENIZER, ("TokenizerManager.tokenizer", "read", "whether the model has one")),
     *_private(
         "host/engine.py", TOKENIZER,
@@ -193,6 +199,10 @@ PRIVATE: tuple[Private, ...] = (
         ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize"),
     ),
     *_private("host/process.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
+    *_private(
+        "weights/adapters.py", LAYERS,
+        ("BaseLayerWithLoRA.base_layer lora_backend", "read", "new weights go into the model below its adapters"),
+    ),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(
         "weights/updates.py", TOKENIZER,

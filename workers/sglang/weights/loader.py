@@ -22,6 +22,7 @@ from enginepool.transfer.digest import Digest, make_ready
 from enginepool.transfer.shared_memory import visible_gpus
 from enginepool.workers.sglang.host.process import own_load
 from enginepool.workers.sglang.patches.scheduler import flush_caches, has_graphs
+from enginepool.workers.sglang.weights.adapters import AdapterLayers
 from enginepool.workers.sglang.weights.broadcast_receive import GroupMember, received
 from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
 from enginepool.workers.sglang.weights.lent_memory import LentMemory
@@ -51,7 +52,8 @@ def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") ->
     weights = _weights.setdefault(id(model), ModelWeights(model))
     weights.touched, weights.refused = False, refused
     try:
-        answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
+        with weights.adapters.away():
+            answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
         answer = {"error": first_line(error), "touched": weights.touched, "kind": type(error).__name__}
     write_answer(ticket["answer"], answer)
@@ -70,6 +72,7 @@ class ModelWeights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.adapters = AdapterLayers(model)
         #: whether the ticket at hand has changed weights
         self.touched = False
         #: why SGLang takes no updates of this model, or ""

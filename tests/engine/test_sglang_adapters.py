@@ -1,0 +1,126 @@
+"""LoRA adapters on the real engine: what each generates is what the model generates with that adapter merged by hand."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginepool.workers.engine import EngineDied, GenerationTask
+from tests.engine.adapters import make_adapter, merged
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Models, Reference
+from tests.engine.test_sglang_generate import CONTEXT, PROMPTS, assert_greedy, one, refusal, run, task
+from tests.engine.test_sglang_scores import declared
+from tests.engine.test_sglang_weights import Given, Subject, torch
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+#: name: rank, alpha
+SIZES = {"one": (4, 8.0), "two": (8, 4.0), "three": (2, 2.0)}
+#: of one batch, with the model alone, which counts as one
+AT_ONCE = 3
+
+
+@pytest.fixture(scope="module")
+def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: make_adapter(models.causal, root / name, seed=seed, rank=rank, alpha=alpha)
+        for seed, (name, (rank, alpha)) in enumerate(SIZES.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def adapting(models: Models, folders: dict[str, Path]) -> Iterator[HostedEngine]:
+    options: dict[str, Any] = {
+        "lora_paths": {name: str(path) for name, path in folders.items()},
+        "max_loras_per_batch": AT_ONCE,
+        "context_length": CONTEXT,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        engine = HostedEngine(str(models.causal), operations=("generate",), options=options)
+        yield engine.wait_until_started()
+        engine.end()
+
+
+def asked(adapter: str, prompt: Sequence[int] = PROMPTS[0], n: int = 1, **sampling: Any) -> GenerationTask:
+    return replace(task(prompt, n, logprobs=True, ignore_eos=True, **sampling), adapter=adapter)
+
+
+def with_adapter(weights: dict[str, Any], adapter: Path | None) -> dict[str, Any]:
+    """The tensors of torch that the model has with this adapter."""
+    if adapter is None:
+        return weights
+    whole = merged({name: tensor.numpy() for name, tensor in weights.items()}, adapter)
+    return {name: torch.from_numpy(array) for name, array in whole.items()}
+
+
+@pytest.mark.every_version
+def test_each_adapter_generates_as_the_model_that_it_was_merged_into(
+    adapting: HostedEngine, reference: Reference, models: Models, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert declared(adapting).adapters == ("one", "three", "two")
+    own = Subject(adapting, models.causal, tmp_path).own
+    # More of them than a batch may have: some wait, and none fails.
+    tasks = [asked(adapter, prompt, n=2) for prompt in PROMPTS for adapter in ("", *folders)]
+    for this, sequences in zip(tasks, run(adapting, *tasks), strict=True):
+        with reference.holding(with_adapter(own, folders.get(this.adapter))):
+            for sequence in sequences:
+                assert_greedy(reference, this.prompt.tolist(), sequence)
+
+
+def test_the_model_alone_and_its_adapters_share_a_running_batch(adapting: HostedEngine) -> None:
+    order: list[int] = adapting.call("order", [asked(adapter, max_new_tokens=20) for adapter in ("", "one", "two")])
+    turns = "".join(map(str, order))
+    assert turns.count("012") > 10, turns
+
+
+@pytest.mark.every_version
+def test_what_one_adapter_has_computed_of_a_prompt_is_of_no_use_to_another(
+    adapting: HostedEngine, reference: Reference, models: Models, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    prompt = [*range(150, 190)]
+    cached = [one(adapting, asked(adapter, prompt)).cached for adapter in ("one", "two", "", "one")]
+    assert cached[:3] == [[0]] * 3
+    assert cached[3][0] > 30
+
+
+def test_a_sequence_goes_on_with_its_adapter_from_its_tokens(adapting: HostedEngine) -> None:
+    whole = one(adapting, asked("two", max_new_tokens=20))
+    rest = one(adapting, asked("two", [*PROMPTS[0], *whole.tokens[:7]], max_new_tokens=13))
+    assert rest.tokens == whole.tokens[7:]
+
+
+@pytest.mark.every_version
+def test_an_adapter_that_the_engine_does_not_have_is_refused(adapting: HostedEngine) -> None:
+    assert refusal(adapting, asked("four")) == "adapter: 'four'; this engine has one, three, two"
+    assert refusal(adapting, asked("/etc")).startswith("adapter: '/etc'; ")
+    assert len(one(adapting, asked("one")).tokens) == 12
+
+
+@pytest.mark.every_version
+def test_new_weights_go_into_the_model_below_its_adapters(
+    adapting: HostedEngine, reference: Reference, models: Models, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    subject = Subject(adapting, models.causal, tmp_path)
+    assert adapting.call("do", "model_tensors").optional == frozenset()
+    assert adapting.call("do", "plain") == ""
+    own = Given(tmp_path, subject.own)
+    for version, given in ((1, subject.drawn(1)), (2, own)):
+        subject.prepare_load(given.weights)
+        subject.load_weights(given.weights, version, given.digest)
+        assert adapting.call("do", "inspect", "digest") == (given.digest, [])
+        for adapter in ("", "one", "two"):
+            found = one(adapting, asked(adapter))
+            with reference.holding(with_adapter(given.tensors, folders.get(adapter))):
+                assert_greedy(reference, PROMPTS[0], found)
+
+
+def test_an_adapter_that_is_not_there_is_named_at_the_start(models: Models, tmp_path: Path) -> None:
+    options = {"lora_paths": {"one": str(tmp_path / "nothing")}}
+    engine = HostedEngine(str(models.causal), operations=("generate",), options=options)
+    with pytest.raises(EngineDied, match="nothing"):
+        engine.wait_until_started()
+    engine.end()
