@@ -99,8 +99,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_query_tokens: int | None = None
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES), as many as its engine needs: options.tp_size; empty: the pool
-    #: gives each worker GPUs that no other worker has
+    #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES), as many as its engine needs: options.tp_size, pp_size and
+    #: dp_size, multiplied; empty: the pool gives each worker GPUs that no other worker has
     gpus: list[str] = []
     #: seconds of waiting that weigh as much as one level of priority; none: strict priority
     ageing_s: float | None = 1.0
@@ -147,13 +147,15 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart: RestartConfig = RestartConfig()
 
 
-#: engine options whose product is the number of GPUs of one worker
-GPU_SIZES = ("tp_size", "pp_size")
+#: engine options whose product is the number of GPUs of one worker; with attention that is data-parallel, dp_size is part of
+#: tp_size
+GPU_SIZES = ("tp_size", "pp_size", "dp_size")
 
 
 def gpus_per_worker(group: GroupConfig) -> int:
     """GPUs that the engine of one worker runs on."""
-    return math.prod(group.options.get(key) or 1 for key in GPU_SIZES)
+    within = ("dp_size",) if group.options.get("enable_dp_attention") else ()
+    return math.prod(group.options.get(key) or 1 for key in GPU_SIZES if key not in within)
 
 
 def uses_gpus(group: GroupConfig) -> bool:

@@ -147,7 +147,8 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
             need(value is None or whole, f"{at}.options.{key}", value, "a whole number, 1 to 4096")
     for index, entry in enumerate(group.gpus if uses_gpus(group) else []):
         names, each = [name.strip() for name in entry.split(",")], gpus_per_worker(group)
-        allowed = f"a worker with options.tp_size = {each} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
+        sizes = ", ".join(f"{key} = {group.options[key]}" for key in GPU_SIZES if (group.options.get(key) or 1) > 1)
+        allowed = f"a worker with options.{sizes} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
         right = len(names) == each and all(names) and len(set(names)) == each
         need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
     for index, root in enumerate(group.checkpoint_roots):

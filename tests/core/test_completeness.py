@@ -118,7 +118,7 @@ def judged(model: Any, given: list[tuple[str, Any]], *, asked: str = "LlamaForCa
     text = SimpleNamespace(tie_word_embeddings=tied)
     config = SimpleNamespace(architectures=[asked], tie_word_embeddings=False, text_config=text)
     type(model).__name__ = asked
-    Loader().load_model(SimpleNamespace(hf_config=config), model)
+    Loader().load_model(SimpleNamespace(hf_config=config, is_draft_model=False), model)
     assert [name for name, _, _ in sglang_process.own_load()] == [name for name, _ in given]
     assert "load_weights" not in vars(model), "later loads are not watched"
     return incomplete_load()
@@ -141,6 +141,29 @@ def test_a_complete_load_is_served(way: Callable[..., Any]) -> None:
     assert judged(way(), tensors()) == ""
     assert judged(way(tied=True), tensors("lm_head.weight"), tied=True) == ""
     assert judged(way(tied=True), tensors(), tied=True) == "", "a tied head that the checkpoint has as well"
+
+
+class PPMissingLayer(nn.Module):
+    """In the place of a layer that another stage has."""
+
+
+def test_a_head_that_another_stage_of_the_pipeline_has_is_not_missed() -> None:
+    model = LlamaForCausalLM()
+    model.lm_head = PPMissingLayer()
+    assert judged(model, tensors()) == ""
+
+
+def test_the_load_of_a_draft_model_is_its_own_affair() -> None:
+    class Loader:
+        def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+            yield from tensors("lm_head.weight")
+
+        def load_model(self, model: Any) -> None:
+            model.load_weights(self._get_all_weights(SimpleNamespace(is_draft_model=True), model))
+
+    sglang_process.note_own_load(Loader)
+    Loader().load_model(LlamaForCausalLM())
+    assert (incomplete_load(), sglang_process.own_load()) == ("", [])
 
 
 def test_a_parameter_that_no_tensor_fills_is_named(way: Callable[..., Any]) -> None:

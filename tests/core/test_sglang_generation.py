@@ -21,6 +21,7 @@ from enginepool.workers.sglang.generate.settings import (
     generation_kwargs,
     prefill_tokens,
 )
+from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import Running, SettingsError
 
 #: some of SGLang's settings
@@ -75,6 +76,7 @@ def test_a_generating_engine_on_a_cpu_gets_what_sglang_needs_there() -> None:
         {"enable_priority_scheduling": True, "disable_priority_preemption": False},
         {"hicache_storage_backend": "file", "hicache_ratio": 2.0},
         {"prefill_max_requests": 4},
+        {"dp_size": 2, "pp_size": 2},
     ],
 )
 def test_options_that_would_cut_batches_of_rows_are_taken(options: dict[str, Any]) -> None:
@@ -137,8 +139,6 @@ def test_an_order_without_priorities_turns_them_off() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dp_size": 2}, "start more workers"),
-        ({"pp_size": 2}, "later stages"),
         ({"nnodes": 2}, "one host"),
         ({"tokenizer_worker_num": 2}, "does not work"),
         ({"preferred_sampling_params": {"temperature": 0.5}}, "leaves at its default"),
@@ -176,9 +176,45 @@ def test_prompt_and_new_tokens_are_bounded_by_what_sglang_cuts(longest: int, kv_
     assert (found.context, found.inflight_tokens, found.inflight_rows) == (context, kv_tokens, 16)
 
 
+def test_replicas_run_more_together_and_none_a_longer_sequence() -> None:
+    found = generation_budgets(Running({"dp_size": 2}, 1000, 16, 2000))
+    assert (found.context, found.inflight_tokens, found.inflight_rows) == (998, 2000, 32)
+
+
+def test_replicas_that_are_process_groups_of_their_own_find_their_own_ports() -> None:
+    known = {*KNOWN, "enable_dp_attention"}
+
+    def port(**options: Any) -> int | None:
+        settings = EngineSettings(model="model", device="cuda", operations=("generate",), options=options, nccl_port=4711)
+        return generation_kwargs(settings, known, grammars=True).get("nccl_port")
+
+    assert (port(), port(pp_size=2), port(dp_size=2)) == (4711, 4711, None)
+    assert port(dp_size=2, enable_dp_attention=True) == 4711
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        ({"tp_size": 2}, Processes(2)),
+        ({"tp_size": 2, "dp_size": 3}, Processes(2, 3, "engine option dp_size=3: weight updates do not reach its replicas")),
+        (
+            {"speculative_draft_model_path": "d"},
+            Processes(1, 1, "engine option speculative_draft_model_path=d: weight updates do not reach the draft model"),
+        ),
+        ({"pp_size": 2}, Processes(1, 2, "engine option pp_size=2: weight updates do not reach its later stages")),
+        (
+            {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True},
+            Processes(4, 1, "engine option dp_size=2: weight updates do not reach its replicas"),
+        ),
+    ],
+)
+def test_every_process_of_an_engine_is_known(settings: dict[str, Any], processes: Processes) -> None:
+    assert Processes.of(settings) == processes
+
+
 def test_what_sglang_resolved_for_generation_is_checked() -> None:
-    with pytest.raises(SettingsError, match="dp_size=2"):
-        generation_budgets(Running({"dp_size": 2}, 1000, 16, 100))
+    with pytest.raises(SettingsError, match="nnodes=2"):
+        generation_budgets(Running({"nnodes": 2}, 1000, 16, 100))
     with pytest.raises(SettingsError, match="no room for one sequence"):
         generation_budgets(Running({}, 3, 16, 100))
 
@@ -290,6 +326,7 @@ def test_the_sequences_of_a_task_have_seeds_of_their_own() -> None:
         ({"max_prefill_tokens": 4096, "chunked_prefill_size": -1}, 4096),
         ({"max_prefill_tokens": 4096, "chunked_prefill_size": None}, 4096),
         ({}, 16384),
+        ({"max_prefill_tokens": 4096, "dp_size": 2}, 8192),
     ],
 )
 def test_a_prefill_takes_as_many_tokens_as_sglang_puts_into_one_forward(settings: dict[str, Any], tokens: int) -> None:

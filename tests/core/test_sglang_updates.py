@@ -22,6 +22,7 @@ from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart
 from enginepool.workers.engine_weights import MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
+from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
@@ -104,7 +105,7 @@ class Engine:
         #: why SGLang takes no updates of this model, or ""
         self.refuses = ""
         requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace)
-        self.weights = SglangWeights(self, requests, ranks, self._over, lambda: None)
+        self.weights = SglangWeights(self, requests, Processes(ranks), self._over, lambda: None)
 
     async def _over(self, work: Any) -> Any:
         return await work

@@ -171,6 +171,27 @@ class _Host:
         await asyncio.gather(*(self._engine.generate(task, lambda _, i=i: order.append(i)) for i, task in enumerate(tasks)))
         return order
 
+    async def ends(self, tasks: list[GenerationTask], late: GenerationTask) -> list[int]:
+        """The numbers of the tasks in the order in which they end. The last one, `late`, is given once all sequences of the
+        others have a token."""
+        order: list[int] = []
+        begun: set[tuple[int, int]] = set()
+        all_begun = asyncio.Event()
+
+        async def one(i: int, task: GenerationTask) -> None:
+            def emit(new: NewTokens) -> None:
+                begun.add((i, new.sequence))
+                if len(begun) >= sum(task.n for task in tasks):
+                    all_begun.set()
+
+            await self._engine.generate(task, emit)
+            order.append(i)
+
+        running = [asyncio.create_task(one(i, task)) for i, task in enumerate(tasks)]
+        await all_begun.wait()
+        await asyncio.gather(*running, one(len(tasks), late))
+        return order
+
     async def stop(self, task: GenerationTask, after: int) -> tuple[int, int]:
         """Cancel a task once it has emitted `after` tokens; (all that it emitted, requests that SGLang has not answered once
         the call has ended). With 0 it is cancelled before it begins, with -1 one turn of the loop later, and so on."""
@@ -298,9 +319,9 @@ class _Host:
 
 
 def _scheduler() -> psutil.Process:
-    """SGLang's own process."""
-    [scheduler] = [child for child in psutil.Process().children() if "scheduler" in " ".join(child.cmdline())]
-    return scheduler
+    """SGLang's own process; of several, the last one."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "scheduler" in " ".join(child.cmdline())][-1]
 
 
 def _host_forked(environment: dict[str, str], *arguments: Any) -> None:

@@ -336,6 +336,14 @@ def test_a_bad_value_is_refused_in_one_line_and_the_engine_lives(
     assert len(one(generating, task(ignore_eos=True)).tokens) == 12
 
 
+@pytest.mark.every_version
+def test_a_high_priority_takes_a_slot_from_a_low_one_which_goes_on_later(generating: HostedEngine) -> None:
+    slots = declared(generating).inflight_rows
+    low = task(n=slots, ignore_eos=True, max_new_tokens=100)
+    high = replace(task(PROMPTS[1], ignore_eos=True, max_new_tokens=10), priority=100)
+    assert generating.call("ends", [low], high) == [1, 0]
+
+
 # --- its end, and new weights ----------------------------------------------------------------------------------------------
 
 LONG = task(n=3, ignore_eos=True, max_new_tokens=1000)

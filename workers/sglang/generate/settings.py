@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.processes import replicas_of
 from enginepool.workers.sglang.host.settings import (
     LOADER,
     Budgets,
@@ -28,9 +29,6 @@ DEFAULT_PREFILL_TOKENS = 16_384
 
 #: name -> (the values that work, why others are refused). What is absent has SGLang's default: fine.
 _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "dp_size": ((1, None), "weight updates do not reach its replicas; start more workers instead"),
-    "enable_dp_attention": ((False, None), "weight updates do not reach its replicas"),
-    "pp_size": ((1, None), "weight updates do not reach its later stages"),
     "nnodes": ((1, None), "a worker is one process group on one host"),
     "disaggregation_mode": (("null", None), "a sequence would go on in another engine"),
     "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
@@ -112,14 +110,16 @@ def generation_budgets(running: Running) -> Budgets:
             f"the engine has no room for one sequence: max_running_requests={running.max_running},"
             f" key-value pool {running.kv_tokens} tokens, page {page}"
         )
-    rows, tokens = running.max_running, running.kv_tokens
+    # What it runs is spread over its replicas; no sequence is.
+    replicas = replicas_of(running.settings)
+    rows, tokens = replicas * running.max_running, replicas * running.kv_tokens
     return Budgets(context, page, batch_tokens=tokens, batch_rows=rows, inflight_tokens=tokens, inflight_rows=rows)
 
 
 def prefill_tokens(settings: Mapping[str, Any]) -> int:
-    """Tokens of prompts that SGLang computes in one forward, from its resolved `settings`."""
+    """Tokens of prompts that SGLang computes in one forward of each replica, from its resolved `settings`."""
     most, chunk = settings.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS, settings.get("chunked_prefill_size") or -1
-    return min(most, chunk) if chunk > 0 else most
+    return replicas_of(settings) * (min(most, chunk) if chunk > 0 else most)
 
 
 def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[str, ...]:

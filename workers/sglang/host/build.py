@@ -15,7 +15,7 @@ from enginepool.host.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.settings import generation_kwargs
-from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
+from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import table as patches
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
@@ -26,6 +26,8 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 #: SGLang computes the vocabulary for log-probabilities of responses at so many tokens at a time. At 512 that takes no more
 #: memory than the last tokens of the rows in flight take in any forward; SGLang's own 2048 would take four times as much.
 PIECE_VARIABLE, PIECE_ROWS = "SGLANG_LOGPROB_CHUNK_SIZE", 512
+#: further functions that SGLang starts processes with, by their names in the engine's module
+_MORE_ENTRIES = ("run_data_parallel_controller_process", "run_scheduler_process_with_init_pipe")
 #: A module that imports SGLang at once.
 PROCESSOR = "enginepool.workers.sglang.generate.logit_processor"
 
@@ -138,6 +140,10 @@ def _with_our_entries(engine: Any, attention: str) -> Any:
         "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention)),
         "run_detokenizer_process_func": staticmethod(partial(run_detokenizer, engine.run_detokenizer_process_func)),
     }
+    module: Any = importlib.import_module(patches.ENGINE)
+    for name in _MORE_ENTRIES:
+        if run := getattr(module, name, None):
+            setattr(module, name, partial(run_other, run))
     return type("PoolEngine", (engine,), entries)
 
 

@@ -32,6 +32,7 @@ from enginepool.workers.sglang.host.capabilities import adapters_of, capabilitie
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
 from enginepool.workers.sglang.host.process import no_garbage_collection
+from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import pair_rows
@@ -112,8 +113,8 @@ class SglangEngine:
                 work = EngineGeneration(
                     self._tm, prepared.requests, capabilities, running, prepared.processor, adapters_of(self._tm)
                 )
-            ranks = prepared.settings.options.get("tp_size") or 1
-            self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, work.forget)
+            processes = Processes.of(running.settings)
+            self._weights = SglangWeights(self._tm, prepared.requests, processes, self._end.unless_over, work.forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
             report("compiling", "the first forward")

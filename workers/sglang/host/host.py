@@ -75,21 +75,44 @@ class EngineHost:
             return
         children = self._children()
         self._built.set_result(engine)
-        ended = wait([self._woken, *(child.sentinel for child in children)])
-        if self._woken not in ended and not self._stopping:
-            gone = [child for child in children if child.sentinel in ended]
-            self._lost(self._story(gone[0]))
-            wait([self._woken])
+        with self._further(children) as further:
+            ended = wait([self._woken, *(child.sentinel for child in children), *further])
+            if self._woken not in ended and not self._stopping:
+                gone = [self._story(child) for child in children if child.sentinel in ended]
+                gone += [self._end_of(pid) for descriptor, pid in further.items() if descriptor in ended]
+                self._lost(gone[0])
+                wait([self._woken])
         atexit.unregister(engine.shutdown)  # it kills all children of this process, also later ones
         engine.shutdown()
         loop: Any = getattr(engine, "loop", None)
         if isinstance(loop, asyncio.AbstractEventLoop) and not loop.is_running():
             loop.close()  # the engine makes one for its blocking calls, which are not used here
 
+    @contextlib.contextmanager
+    def _further(self, children: list[BaseProcess]) -> Generator[dict[int, int]]:
+        """Process ids of the engine's processes that one of `children` has started, by a descriptor that tells their end."""
+        own = {child.pid for child in children}
+        found: dict[int, int] = {}
+        for path in self._notes.glob("[0-9]*"):
+            if int(path.name) not in own:
+                with contextlib.suppress(ProcessLookupError):  # it has ended: one of `children` knows
+                    found[os.pidfd_open(int(path.name))] = int(path.name)
+        try:
+            yield found
+        finally:
+            for descriptor in found:
+                os.close(descriptor)
+
+    def _end_of(self, pid: int) -> str:
+        role, error = self._note(pid)
+        return f"the engine's {role} " + (f"failed: {error}" if error else f"(pid {pid}) ended")
+
     def _story(self, child: BaseProcess) -> str:
         child.join(1.0)
         role, error = self._note(child.pid)
         code = child.exitcode
+        if code == -signal.SIGQUIT and (failed := self.last_error()):
+            return failed  # a scheduler that fails tells its parent so
         if code is None or code >= 0:
             return f"the engine's {role} " + (f"failed: {error}" if error else f"(pid {child.pid}) ended with exit code {code}")
         how = f"was killed by {signal.Signals(-code).name}"

@@ -139,6 +139,9 @@ def note_own_load(loader: Any) -> None:
     weights_of = loader._get_all_weights
 
     def get_all_weights(self: Any, model_config: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        if model_config.is_draft_model:
+            # It proposes tokens; weight updates are for the model that checks them.
+            return weights_of(self, model_config, model, *args, **kwargs)
         _own_load.clear()
 
         def noted() -> Iterator[tuple[str, Any]]:
@@ -192,4 +195,10 @@ def run_detokenizer(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Entry of the detokenizer process: `run` is SGLang's own."""
     keep_notes("detokenizer")
     _collect_garbage()
+    return run(*args, **kwargs)
+
+
+def run_other(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Entry of a process that starts schedulers, or becomes one: `run` is SGLang's own."""
+    keep_notes("data parallel controller")
     return run(*args, **kwargs)

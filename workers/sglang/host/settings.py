@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.processes import replicas_of
 
 #: What SGLang calls for new weights: `weights.load`, in its own processes.
 LOADER = "enginepool.workers.sglang.weights.loader.load"
@@ -158,7 +159,9 @@ def refuse_unknown_options(options: Collection[str], known: Collection[str]) -> 
 def with_fixed(kwargs: dict[str, Any], settings: EngineSettings) -> dict[str, Any]:
     """`kwargs` with what the worker sets itself."""
     dtype = "float32" if settings.device == "cpu" and settings.dtype == "auto" else settings.dtype
-    port = {} if settings.nccl_port is None else {"nccl_port": settings.nccl_port}
+    # Replicas that are process groups of their own each need a port of their own: SGLang finds them.
+    shared = replicas_of(kwargs) == 1 or kwargs.get("enable_dp_attention")
+    port = {} if settings.nccl_port is None or not shared else {"nccl_port": settings.nccl_port}
     return kwargs | {"model_path": settings.model, "device": settings.device, "dtype": dtype} | port
 
 

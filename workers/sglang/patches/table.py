@@ -33,6 +33,7 @@ MEDIA = "sglang.srt.multimodal.processors.base_processor"
 PAGES = "sglang.srt.mem_cache.allocator.paged"
 GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 ADAPTERS = "sglang.srt.lora.lora_registry"
+LAYERS_OF_STAGES = "sglang.srt.layers.utils.common"
 LAYERS = "sglang.srt.lora.layers"
 POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
@@ -45,6 +46,12 @@ PRIVATE: tuple[Private, ...] = (
         ("ServerArgs", "read", "which settings this version has"),
         ("Engine.run_scheduler_process_func", "replaced", "our entry of a scheduler's process"),
         ("Engine.run_detokenizer_process_func", "replaced", "our entry of the detokenizer's process"),
+        ("run_data_parallel_controller_process", "replaced", "our entry of the process that starts replicas"),
+    ),
+    *_private(
+        "host/build.py", ENGINE,
+        ("run_scheduler_process_with_init_pipe", "replaced", "our entry of a scheduler that is started before its replica"),
+        optional=True,
     ),
     *_private(
         "host/build.py", GRAMMAR,
@@ -62,6 +69,7 @@ PRIVATE: tuple[Private, ...] = (
         "host/process.py", SCHEDULER,
         ("run_scheduler_process", "called", "ports are replaced by place", "server_args, port_args, ..."),
     ),
+    *_private("host/process.py", MODEL, ("ModelConfig.is_draft_model", "read", "the load of a draft model is its own affair")),
     *_private("host/process.py", SETTINGS, ("ServerArgs.enable_lora lora_paths", "read", "whether memory is to be pinned")),
     *_private(
         "host/process.py", DETOKENIZER,
@@ -203,6 +211,7 @@ PRIVATE: tuple[Private, ...] = (
         "weights/adapters.py", LAYERS,
         ("BaseLayerWithLoRA.base_layer lora_backend", "read", "new weights go into the model below its adapters"),
     ),
+    *_private("weights/completeness.py", LAYERS_OF_STAGES, ("PPMissingLayer", "read", "a layer that another stage has")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(
         "weights/updates.py", TOKENIZER,

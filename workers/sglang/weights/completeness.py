@@ -41,7 +41,8 @@ class Load:
     """What a load did.
 
     asked: the architectures of the checkpoint's configuration; loaded: the class of the model; tied: the configuration says
-    that the output layer is the embedding; parameters: all of the model; unread: checkpoint tensors that went nowhere.
+    that the output layer is the embedding; parameters: all of the model; unread: checkpoint tensors that went nowhere,
+    of layers that are here.
     """
 
     asked: Sequence[str]
@@ -179,7 +180,7 @@ class LoadWatch:
             begin = parameter.storage_offset()
             written = sum(_count(size) for offset, size, _ in writes if begin <= offset < begin + max(1, elements))
             filled.append(Filled(name, min(written, elements), elements, quantized))
-        unread = [name for name in self._given if name not in self._read]
+        unread = [name for name in self._given if name not in self._read and not _elsewhere(self._model, name)]
         return Load(tuple(asked), type(self._model).__name__, tied, tuple(filled), tuple(unread))
 
 
@@ -200,6 +201,14 @@ class _Watching(_Mode):
 def _parameters(model: Any) -> list[tuple[str, Any]]:
     lazy: Any = torch.nn.parameter.UninitializedParameter
     return [(name, one) for name, one in model.named_parameters() if not isinstance(one, lazy) and one.numel()]
+
+
+def _elsewhere(model: Any, name: str) -> bool:
+    """Whether another stage of the pipeline has the layer of this tensor."""
+    try:
+        return type(model.get_submodule(name.rpartition(".")[0])).__name__ == "PPMissingLayer"
+    except AttributeError:
+        return False
 
 
 def _quantized(model: Any, name: str) -> bool:

@@ -10,6 +10,7 @@ its own takes longer than a flush. Where the first one is refused, for the sched
 
 import importlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -56,7 +57,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") ->
             answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
         answer = {"error": first_line(error), "touched": weights.touched, "kind": type(error).__name__}
-    write_answer(ticket["answer"], answer)
+    write_answer(f"{ticket['answer']}.{os.getpid()}" if ticket.get("several") else ticket["answer"], answer)
 
 
 class EngineBusy(Exception):
@@ -97,7 +98,7 @@ class ModelWeights:
         own = [Tensor(*one) for one in own_load()]
         if why := incomplete_load():
             return {"unusable": why}
-        if why := self._refused(own):
+        if why := ticket.get("refused") or self._refused(own):
             return {"refused": why}
         self._manifest = own
         optional: set[str] = set()

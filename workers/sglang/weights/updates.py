@@ -26,6 +26,7 @@ from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
 from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
+from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
@@ -51,13 +52,14 @@ class SglangWeights:
     Args:
         tokenizer_manager: SGLang's, which talks to the schedulers.
         requests: SGLang's module of request classes.
-        ranks: schedulers that hold weights.
+        processes: schedulers that hold weights.
         forget_cached: called when what was computed on the old weights is of no use any more.
     """
 
     def __init__(
-        self, tokenizer_manager: Any, requests: Any, ranks: int, unless_over: UnlessOver, forget_cached: Callable[[], None]
-    ) -> None:
+        self, tokenizer_manager: Any, requests: Any, processes: Processes, unless_over: UnlessOver,
+        forget_cached: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._tm = tokenizer_manager
         self._requests = requests
         self._unless_over = unless_over
@@ -71,7 +73,8 @@ class SglangWeights:
         self._prepared: tuple[NewWeights, int] | None = None
         self._model: ModelTensors | None = None
         self._refused = "not loaded yet"
-        self.ranks = ranks
+        self._processes = processes
+        self.ranks = processes.ranks
         self.version = 0
         self.digest = ""
         #: why updates are slower than they could be, or ""
@@ -86,7 +89,8 @@ class SglangWeights:
 
         Raises SettingsError: a rank has not loaded its model completely; EngineDied: a rank cannot say what it has loaded.
         """
-        answers = await self._ask({"do": "describe"})
+        refused = self._processes.why_no_updates
+        answers = await self._ask({"do": "describe"} | ({"refused": refused} if refused else {}))
         if reasons := [answer["unusable"] for answer in answers if "unusable" in answer]:
             raise SettingsError(reasons[0])
         if errors := [answer["error"] for answer in answers if "error" in answer]:
@@ -262,7 +266,8 @@ class SglangWeights:
         paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
         payloads: list[bytes] = []
         for ticket, path in zip(all_tickets, paths, strict=True):
-            text = msgspec.json.encode(ticket | {"answer": str(path)}).decode()
+            asked = ticket | {"answer": str(path)} | ({"several": True} if self._processes.times > 1 else {})
+            text = msgspec.json.encode(asked).decode()
             # The form that SGLang's own call wants for its pipe to its schedulers. It is only written here, never read.
             payloads.append(pickle.dumps([(text, _NoTensor())]))
         request = self._requests.UpdateWeightsFromTensorReqInput(
@@ -280,10 +285,20 @@ class SglangWeights:
         if not success:
             raise EngineError(f"the engine refused: {message}")
         answers: list[dict[str, Any]] = []
-        for path in paths:
+        for path in await self._within(self._of_all(paths), TAKE_S):
             answers.append(msgspec.msgpack.decode(path.read_bytes()))
             os.unlink(path)
         return answers
+
+    async def _of_all(self, paths: list[Path]) -> list[Path]:
+        """The files of all processes. Replicas, and stages, that are given the same ticket each have one; they may be late."""
+        if self._processes.times == 1:
+            return paths
+        found: list[Path] = []
+        while len(found) < len(paths) * self._processes.times:
+            await asyncio.sleep(_LOOKS_S)
+            found = [file for path in paths for file in path.parent.glob(f"{path.name}.*") if file.suffix != ".part"]
+        return found
 
     async def _within(self, work: Awaitable[Any], seconds: float) -> Any:
         try:
