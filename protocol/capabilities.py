@@ -37,8 +37,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     outputs. `reserved`: where the model's context length bounds `context`, how many of its tokens the engine keeps for itself.
     `operations`: what the worker can be asked for. `features`: what it has besides: `generate` may have `grammar`, `stop_text`,
     `logit_processors` and `reasoning_parser`, other operations `chat_template`, all of them `deterministic`. Of a worker that
-    generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool. `adapters`: names
-    of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`.
+    generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool. `adapters`: the
+    names of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`.
     """
 
     kind: Kind

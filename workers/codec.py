@@ -169,7 +169,15 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
         )
     prompt = np.frombuffer(frames[0], np.int32)
     return GenerationTask(
-        prompt, start.sampling, start.n, start.logprobs, start.priority, start.at, start.top_logprobs, wanted, media,
+        prompt,
+        start.sampling,
+        start.n,
+        start.logprobs,
+        start.priority,
+        start.at,
+        start.top_logprobs,
+        wanted,
+        media,
         start.adapter,
     )
 

@@ -99,7 +99,7 @@ def unlisted(source: str, file: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name)
 def test_every_name_of_sglang_that_is_used_is_in_the_table(path: Path) -> None:
-    if path.name != "table.py":  # the table itself
+    if path.name not in ("modules.py", "table.py", "generation_table.py"):  # the table itself
         assert unlisted(path.read_text("utf-8"), path.name) == []
 
 

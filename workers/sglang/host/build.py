@@ -17,7 +17,7 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.settings import generation_kwargs
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
-from enginepool.workers.sglang.patches import table as patches
+from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
@@ -78,9 +78,9 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
                 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             os.environ[BRIDGE_VARIABLE] = "1"
             cpu_bridge.install()
-        module: Any = importlib.import_module(patches.ENGINE)
-        requests: Any = importlib.import_module(patches.REQUESTS)
-        version: str = importlib.import_module(patches.VERSION).__version__
+        module: Any = importlib.import_module(modules.ENGINE)
+        requests: Any = importlib.import_module(modules.REQUESTS)
+        version: str = importlib.import_module(modules.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
     settings = msgspec.structs.replace(settings, model=model, device=device)
@@ -98,8 +98,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         raise SettingsError(f"engine option page_size={kwargs['page_size']} is refused: SGLang {version} has no pages on a CPU")
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
-    use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
-    engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
+    use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
+    engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "")
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
     return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version, processor.to_str())
 
@@ -121,7 +121,7 @@ def _grammars_on(device: str) -> bool:
         return False
     if device != "cpu":
         return True
-    torch, grammar = importlib.import_module("torch"), importlib.import_module(patches.GRAMMAR).XGrammarGrammar
+    torch, grammar = importlib.import_module("torch"), importlib.import_module(modules.GRAMMAR).XGrammarGrammar
     try:
         grammar.apply_vocab_mask(None, torch.zeros(1, 32), grammar.allocate_vocab_mask(None, 32, 1, device))
     except (RuntimeError, TypeError):
@@ -131,7 +131,7 @@ def _grammars_on(device: str) -> bool:
 
 def _pages_on_cpu() -> bool:
     """Whether SGLang gives out pages of several tokens on a CPU. Its older versions have Triton kernels alone for that."""
-    return hasattr(importlib.import_module(patches.PAGES), "alloc_decode_naive")
+    return hasattr(importlib.import_module(modules.PAGES), "alloc_decode_naive")
 
 
 def _with_our_entries(engine: Any, attention: str) -> Any:
@@ -140,7 +140,7 @@ def _with_our_entries(engine: Any, attention: str) -> Any:
         "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention)),
         "run_detokenizer_process_func": staticmethod(partial(run_detokenizer, engine.run_detokenizer_process_func)),
     }
-    module: Any = importlib.import_module(patches.ENGINE)
+    module: Any = importlib.import_module(modules.ENGINE)
     for name in _MORE_ENTRIES:
         if run := getattr(module, name, None):
             setattr(module, name, partial(run_other, run))

@@ -17,7 +17,7 @@ from enginepool.workers import cpu_bridge
 from enginepool.workers.cpu_bridge import pinned_memory
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
-from enginepool.workers.sglang.patches import table as patches
+from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -164,20 +164,20 @@ def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports:
     start_biases_at_zero()
     if os.environ.get(BRIDGE_VARIABLE) and (settings.enable_lora or settings.lora_paths):
         pinned_memory.install()
-    scheduler, pooler = _class(patches.SCHEDULER, "Scheduler"), _class(patches.POOLER, "CrossEncodingPooler")
-    sequences = _class(patches.LOGITS, "LogitsProcessor")
-    report_every_forward(_class(patches.TIMES, "SchedulerReqTimeStats"))
-    gather_labels_without_waiting(_class(patches.LOGPROBS, "OutputLogprobProcessor"), sequences)
+    scheduler, pooler = _class(modules.SCHEDULER, "Scheduler"), _class(modules.POOLER, "CrossEncodingPooler")
+    sequences = _class(modules.LOGITS, "LogitsProcessor")
+    report_every_forward(_class(modules.TIMES, "SchedulerReqTimeStats"))
+    gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
     gather_logits_by_nccl(sequences)
     answer_before_the_next_launch(scheduler)
     complete_configurations(importlib.import_module("transformers"))
-    use_all_positions(_class(patches.MODEL, "ModelConfig"))
+    use_all_positions(_class(modules.MODEL, "ModelConfig"))
     for operation in OPERATIONS:
         operation.change_scheduler(pooler)
-    note_own_load(_class(patches.LOADER, "DefaultModelLoader"))
+    note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
     note_scheduler(scheduler)
-    open_session_for_tickets(_class(patches.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
-    pass_tickets_of_refused_updates(_class(patches.MODEL_UPDATER, "WeightUpdater"), LOADER)
+    open_session_for_tickets(_class(modules.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
+    pass_tickets_of_refused_updates(_class(modules.MODEL_UPDATER, "WeightUpdater"), LOADER)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.patches.attention")  # it needs torch
         module: Any = importlib.import_module(attention)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.patches.modules import FLASHINFER
 from enginepool.workers.sglang.patches.private_name import TESTED, Private
-from enginepool.workers.sglang.patches.table import FLASHINFER, PRIVATE
+from enginepool.workers.sglang.patches.table import PRIVATE
 
 
 def refuse_unknown(version: str, private: Iterable[Private] = PRIVATE, *, flashinfer: bool) -> None:

@@ -5,38 +5,38 @@ SGLang against this table before a model is loaded, so that a changed function i
 wrong score or as an engine that ends. A test reads the same table: it fails when a name of SGLang is used that is not here.
 """
 
+from enginepool.workers.sglang.patches.generation_table import OF_GENERATION
+from enginepool.workers.sglang.patches.modules import (
+    ADAPTERS,
+    BATCH,
+    DETOKENIZER,
+    ENGINE,
+    FLASHINFER,
+    GATHER,
+    GRAMMAR,
+    LAYERS,
+    LAYERS_OF_STAGES,
+    LOADER,
+    LOGITS,
+    LOGPROBS,
+    MODEL,
+    MODEL_UPDATER,
+    PAGES,
+    POOLER,
+    PROCESSORS,
+    RECEIVER,
+    REQUESTS,
+    RESULTS,
+    RUNNER,
+    SCHEDULER,
+    SETTINGS,
+    TIMES,
+    TOKENIZER,
+    UPDATER,
+    WORKER,
+)
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
-
-ENGINE = "sglang.srt.entrypoints.engine"
-SCHEDULER = "sglang.srt.managers.scheduler"
-RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
-MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-WORKER = "sglang.srt.managers.tp_worker"
-RUNNER = "sglang.srt.model_executor.model_runner"
-BATCH = "sglang.srt.managers.schedule_batch"
-RESULTS = "sglang.srt.managers.utils"
-DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
-TOKENIZER = "sglang.srt.managers.tokenizer_manager"
-REQUESTS = "sglang.srt.managers.io_struct"
-TIMES = "sglang.srt.observability.req_time_stats"
-LOGPROBS = "sglang.srt.layers.logprob_processor"
-LOGITS = "sglang.srt.layers.logits_processor"
-GATHER = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
-LOADER = "sglang.srt.model_loader.loader"
-SETTINGS = "sglang.srt.server_args"
-FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
-MODEL = "sglang.srt.configs.model_config"
-PROCESSORS = "sglang.srt.sampling.custom_logit_processor"
-MEDIA = "sglang.srt.multimodal.processors.base_processor"
-PAGES = "sglang.srt.mem_cache.allocator.paged"
-GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
-ADAPTERS = "sglang.srt.lora.lora_registry"
-LAYERS_OF_STAGES = "sglang.srt.layers.utils.common"
-LAYERS = "sglang.srt.lora.layers"
-POOLER = "sglang.srt.layers.pooler"
-VERSION = "sglang.version"
 
 # fmt: off
 PRIVATE: tuple[Private, ...] = (
@@ -100,7 +100,6 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("host/capabilities.py", TOKENIZER, ("TokenizerManager.lora_registry", "read", "adapters")),
     *_private("host/capabilities.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "adapters", "self")),
-    *_private("generate/sequences.py", ADAPTERS, ("LoRARef.pinned", "read", "adapters with a place of their own in a batch")),
     *_private("host/tokenizer.py", TOKENIZER, ("TokenizerManager.tokenizer", "read", "whether the model has one")),
     *_private(
         "host/engine.py", TOKENIZER,
@@ -115,55 +114,7 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.freeze_gc", "called", "no collection of what start-up left", "self"),
     ),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
-    *_private(
-        "generate/sequences.py", TOKENIZER,
-        ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
-        ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
-        ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
-        ("ReqState.dispatched", "read", "whether the scheduler was sent a sequence"),
-        ("TokenizerManager.mm_processor", "read", "whether the model takes media"),
-    ),
-    *_private(
-        "generate/media.py", TOKENIZER,
-        ("TokenizerManager.mm_processor model_config max_req_input_len", "read", "which media the model takes"),
-    ),
-    *_private(
-        "generate/media.py", MODEL,
-        ("ModelConfig.is_image_understandable_model is_audio_understandable_model", "read", "which media the model takes"),
-    ),
-    *_private(
-        "generate/media.py", MEDIA,
-        (
-            "BaseMultimodalProcessor.process_mm_data_async", "replaced", "media without a placeholder are refused",
-            "self, image_data, audio_data, input_text, request_obj, **kwargs",
-        ),
-    ),
-    *_private(
-        "generate/new_tokens.py", TOKENIZER,
-        ("TokenizerManager._handle_batch_output", "replaced", "new tokens of all sequences", "self, recv_obj"),
-        ("TokenizerManager.enable_metrics", "read", "whether SGLang counts tokens itself"),
-    ),
-    *_private(
-        "generate/new_tokens.py", REQUESTS,
-        (
-            "BatchTokenIDOutput.rids output_ids output_token_logprobs_val finished_reasons time_stats",
-            "read", "one message per step",
-        ),
-    ),
-    *_private("generate/media.py", REQUESTS, ("GenerateReqInput", "called", "whether a processor keeps token ids")),
-    *_private("generate/sequences.py", REQUESTS, ("BatchTokenIDOutput.prompt_tokens", "read", "tokens of a prompt with media")),
-    *_private(
-        "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
-        ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
-        ("BatchTokenIDOutput.input_top_logprobs_val input_top_logprobs_idx", "read", "of prompts, on request"),
-    ),
-    *_private(
-        "generate/logit_processor.py", PROCESSORS,
-        ("CustomLogitProcessor", "called", "the form in which SGLang takes a class"),
-        ("DisallowedTokensLogitsProcessor.__call__", "called", "a mask of tokens", "self, logits, custom_param_list"),
-    ),
     *_private("host/build.py", PROCESSORS, ("CustomLogitProcessor.to_str", "called", "names a class of ours to SGLang", "")),
-    *_private("generate/logit_processor.py", BATCH, ("Req.decode_batch_idx output_ids", "read", "the position of a token")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
     *_private("operations/logprobs.py", REQUESTS, ("GenerateReqInput", "called", "log-probabilities of responses")),
     *_private(
@@ -356,5 +307,6 @@ PRIVATE: tuple[Private, ...] = (
             "read", "the sequences of a forward",
         ),
     ),
+    *OF_GENERATION,
 )
 # fmt: on

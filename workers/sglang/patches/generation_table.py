@@ -1,0 +1,58 @@
+"""The part of `table.py` that is about generation."""
+
+from enginepool.workers.sglang.patches.modules import ADAPTERS, BATCH, MEDIA, MODEL, PROCESSORS, REQUESTS, TOKENIZER
+from enginepool.workers.sglang.patches.private_name import Private
+from enginepool.workers.sglang.patches.private_name import private as _private
+
+# fmt: off
+OF_GENERATION: tuple[Private, ...] = (
+    *_private("generate/sequences.py", ADAPTERS, ("LoRARef.pinned", "read", "adapters with a place of their own in a batch")),
+    *_private(
+        "generate/sequences.py", TOKENIZER,
+        ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
+        ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),
+        ("TokenizerManager.rid_to_state", "read", "whether the scheduler was sent a sequence"),
+        ("ReqState.dispatched", "read", "whether the scheduler was sent a sequence"),
+        ("TokenizerManager.mm_processor", "read", "whether the model takes media"),
+    ),
+    *_private(
+        "generate/media.py", TOKENIZER,
+        ("TokenizerManager.mm_processor model_config max_req_input_len", "read", "which media the model takes"),
+    ),
+    *_private(
+        "generate/media.py", MODEL,
+        ("ModelConfig.is_image_understandable_model is_audio_understandable_model", "read", "which media the model takes"),
+    ),
+    *_private(
+        "generate/media.py", MEDIA,
+        (
+            "BaseMultimodalProcessor.process_mm_data_async", "replaced", "media without a placeholder are refused",
+            "self, image_data, audio_data, input_text, request_obj, **kwargs",
+        ),
+    ),
+    *_private(
+        "generate/new_tokens.py", TOKENIZER,
+        ("TokenizerManager._handle_batch_output", "replaced", "new tokens of all sequences", "self, recv_obj"),
+        ("TokenizerManager.enable_metrics", "read", "whether SGLang counts tokens itself"),
+    ),
+    *_private(
+        "generate/new_tokens.py", REQUESTS,
+        (
+            "BatchTokenIDOutput.rids output_ids output_token_logprobs_val finished_reasons time_stats",
+            "read", "one message per step",
+        ),
+    ),
+    *_private("generate/media.py", REQUESTS, ("GenerateReqInput", "called", "whether a processor keeps token ids")),
+    *_private("generate/sequences.py", REQUESTS, ("BatchTokenIDOutput.prompt_tokens", "read", "tokens of a prompt with media")),
+    *_private(
+        "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
+        ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
+        ("BatchTokenIDOutput.input_top_logprobs_val input_top_logprobs_idx", "read", "of prompts, on request"),
+    ),
+    *_private(
+        "generate/logit_processor.py", PROCESSORS,
+        ("CustomLogitProcessor", "called", "the form in which SGLang takes a class"),
+        ("DisallowedTokensLogitsProcessor.__call__", "called", "a mask of tokens", "self, logits, custom_param_list"),
+    ),
+    *_private("generate/logit_processor.py", BATCH, ("Req.decode_batch_idx output_ids", "read", "the position of a token")),
+)
