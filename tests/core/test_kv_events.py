@@ -150,7 +150,7 @@ def test_the_worker_sets_endpoint_and_page_size_and_leaves_a_configuration_with_
         assert with_endpoint(left, tmp_path) == (left, "")
     refused: list[tuple[dict[str, Any], str]] = [
         ({"page_size": 16}, "page_size=16 is refused: .* of 64 tokens"), ({"disable_radix_cache": True}, "radix"),
-        ({"lora_paths": ["a"]}, "adapter"), ({"enable_lora": True}, "adapter"),
+        ({"lora_paths": ["a"]}, "adapter"), ({"dp_size": 2}, "each replica"), ({"enable_lora": True}, "adapter"),
     ]  # fmt: skip
     for options, words in refused:
         with pytest.raises(SettingsError, match=words):

@@ -29,6 +29,7 @@ _WITH_EVENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "page_size": ((BLOCK,), f"with {OPTION} a page is a block of the pool's prefix affinity, of {BLOCK} tokens"),
     "disable_radix_cache": ((False, None), _RADIX),
     "enable_lora": ((False, None), f"KV events do not say of which adapter a block is; unset {OPTION}"),
+    "dp_size": ((1, None), f"each replica has KV events of its own; unset {OPTION}"),
     "lora_paths": ((None, [], {}), f"KV events do not say of which adapter a block is; unset {OPTION}"),
 }
 #: In these tiers of SGLang's cache a block is held. What lies in its storage may be gone without an event.
