@@ -1,6 +1,7 @@
 """Engines that only generate, of several replicas or stages, on a CPU."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,12 @@ def test_what_is_cancelled_leaves_every_replica_and_they_forget_their_prefixes(p
         emitted, left = parallel.call("stop", LONG, 40)
         assert 40 <= emitted < 3 * 1000 and left == 0
     parallel.call("do", "flush")
+
+
+def test_a_high_priority_takes_a_slot_of_the_replica_that_it_goes_to(parallel: HostedEngine) -> None:
+    low = task(n=declared(parallel).inflight_rows, ignore_eos=True, max_new_tokens=60)
+    high = replace(task(PROMPTS[1], ignore_eos=True), priority=100)
+    assert parallel.call("ends", [low], high) == [1, 0]
 
 
 def test_weight_updates_are_refused_by_name(parallel: HostedEngine, request: pytest.FixtureRequest) -> None:
