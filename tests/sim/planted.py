@@ -29,7 +29,7 @@ SHOWN_BY = {
     "a_drain_has_no_end": 68,
     "nothing_is_asked_again_on_a_new_link": 22,
     "answers_are_said_once": 22,
-    "a_process_group_is_kept_whoever_is_in_it": 22,
+    "a_process_group_is_kept_whoever_is_in_it": 174,
     "a_publisher_that_lends_is_believed": 28,
     "nobody_says_where_lent_memory_is": 28,
     "a_command_has_no_time_limit": 363,

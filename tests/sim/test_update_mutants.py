@@ -165,12 +165,13 @@ def versions_may_go_back(patch: pytest.MonkeyPatch) -> None:
 
 def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
     real = Phases._join  # pyright: ignore[reportPrivateUsage]
-    names: dict[str, Any] = {}
+    #: of each coordinator
+    first: dict[tuple[Phases, str], Any] = {}
 
     def join(self: Phases, update: Update) -> None:
         real(self, update)
         assert update.process_group is not None
-        update.process_group = names.setdefault(update.group.name, update.process_group)
+        update.process_group = first.setdefault((self, update.group.name), update.process_group)
 
     patch.setattr(Phases, "_join", join)
 
