@@ -45,8 +45,10 @@ NAMES_BYTES = 224
 SEQUENCE_BYTES = 128
 #: an element of an answer (float32), and an id of tokenized text (int32)
 ELEMENT_BYTES = 4
+#: an expert (int16) to which a layer routed a token
+EXPERT_BYTES = 2
 
-Dtype = Literal["int32", "uint32", "uint64", "float32", "utf8", "uint8"]
+Dtype = Literal["int32", "uint32", "uint64", "float32", "utf8", "uint8", "int16"]
 
 #: What becomes of a row that is longer than its model takes: an error, or it loses tokens on one side. "": an error, but texts
 #: for a model with a separator are cut as its tokenizer cuts pairs.

@@ -24,9 +24,10 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `operations`: the requests of rows that it runs. `embedding`: size of an embedding (0: it does not embed); `dimensions`: the
     sizes that a request may ask for, from 1 to `embedding`; []: each of them. `context`: the longest query + item, in
     tokens, that is accepted. `labels`: columns of a classifier's scores (0 for causal). `hidden`: size of pooled hidden
-    states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
-    the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
-    the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
+    states, or of those of generated tokens (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one
+    batch; `inflight_*`: bound on the sum of all batches at this worker. A single row may exceed `batch_tokens`, never
+    `inflight_tokens`. `max_item` is 0, or the worker is packed: it joins rows of one query into sequences (`packing.py`), takes
+    nothing else, and no longer item.
     `pace`: tokens that the engine computes in `forward_ms` milliseconds, the time for which a request of high priority may be
     kept waiting by one forward of others (0: no matter); batches are filled and put in flight accordingly. Both are measured
     and may differ between workers of a class. The coordinator begins with this pace, and learns from the batches.
@@ -38,7 +39,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `operations`: what the worker can be asked for. `features`: what it has besides: `generate` may have `grammar`, `stop_text`,
     `logit_processors` and `reasoning_parser`, other operations `chat_template`, all of them `deterministic`. Of a worker that
     generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool. `adapters`: the
-    names of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`.
+    names of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`. `experts`: [layers, k], where it says
+    to which k experts each layer routes each token; [0, 0]: it does not.
     """
 
     kind: Kind
@@ -69,6 +71,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     dimensions: list[int] = []
     features: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    experts: tuple[int, int] = (0, 0)
 
     @property
     def packed(self) -> bool:

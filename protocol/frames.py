@@ -15,7 +15,7 @@ from enginepool.protocol.nesting import TooManyValues, deeper
 
 Buffer = bytes | memoryview
 
-ITEM_BYTES = {"int32": 4, "uint32": 4, "uint64": 8, "float32": 4, "utf8": 1, "uint8": 1}
+ITEM_BYTES = {"int32": 4, "uint32": 4, "uint64": 8, "float32": 4, "utf8": 1, "uint8": 1, "int16": 2}
 
 #: fields, also of structures, whose text is for people alone
 _TEXTS = frozenset({"message", "detail", "reason", "field", "limit", "evidence", "down", "needs_weights"})

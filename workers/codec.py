@@ -169,17 +169,9 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
         )
     prompt = np.frombuffer(frames[0], np.int32)
     return GenerationTask(
-        prompt,
-        start.sampling,
-        start.n,
-        start.logprobs,
-        start.priority,
-        start.at,
-        start.top_logprobs,
-        wanted,
-        media,
-        start.adapter,
-    )
+        prompt, start.sampling, start.n, start.logprobs, start.priority, start.at, start.top_logprobs, wanted, media,
+        start.adapter, start.hidden_states, start.routed_experts,
+    )  # fmt: skip
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:

@@ -130,6 +130,8 @@ class GenerationTask:
     prompt_logprobs: of so many of the first tokens of the prompt, or 0; with `top_logprobs` as well.
     media: those of the prompt, which has a placeholder for each; those of one kind in their order.
     adapter: the LoRA adapter; "": none.
+    hidden_states: each token has the hidden state from which it was chosen.
+    routed_experts: each sequence ends with the experts to which each layer routed each token.
     """
 
     prompt: Ids
@@ -142,6 +144,8 @@ class GenerationTask:
     prompt_logprobs: int = 0
     media: tuple[TaskMedium, ...] = ()
     adapter: str = ""
+    hidden_states: bool = False
+    routed_experts: bool = False
 
 
 class NewTokens(NamedTuple):
@@ -153,6 +157,8 @@ class NewTokens(NamedTuple):
     prompt_logprobs: with them, if asked for: as many as asked for; the first one is NaN.
     top_ids, top_logprobs: for each token as many as asked for, the most probable first.
     prompt_top_ids, prompt_top_logprobs: the same of the tokens in `prompt_logprobs`; -1 and NaN for the first one.
+    hidden_states: float32 [tokens, size], if asked for.
+    routed_experts: int16 [prompt + output - 1, layers, k], with the end of a sequence, if asked for.
     """
 
     sequence: int
@@ -167,6 +173,8 @@ class NewTokens(NamedTuple):
     prompt_top_ids: Sequence[Sequence[int]] = ()
     prompt_top_logprobs: Sequence[Sequence[float]] = ()
     prompt: int | None = None
+    hidden_states: Floats | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.

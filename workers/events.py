@@ -108,6 +108,7 @@ class StepsDone(WorkerEvent, frozen=True):
     cached: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
     lengths: list[tuple[int, int]] = []
+    experts: list[tuple[int, int, int]] = []
 
 
 class PrefixesChanged(WorkerEvent, frozen=True):

@@ -10,16 +10,22 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from enginepool.protocol.generated import column_specs, prompt_specs
 from enginepool.protocol.messages import MAX_MATCHED, MAX_SEQUENCES, MAX_TOP_LOGPROBS, FrameSpec, Step, TaskId
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_generation
-from enginepool.workers.engine import Engine, EngineDied, EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import Engine, EngineDied, EngineError, Floats, GenerationTask, NewTokens
 from enginepool.workers.events import EngineLost, Frame, GenerationLeft, RunGeneration, StepsDone, WorkerEvent
 from enginepool.workers.failures import reason_of
 from enginepool.workers.media_reader import MediaReader
 
 _ENDED = -1
+#: Bytes of hidden states and routed experts of one message, so that tokens of others are not behind a long one. A single step
+#: may have more.
+MOST_DETAILS = 1 << 20
 
 
 class OutgoingSteps:
@@ -27,7 +33,7 @@ class OutgoingSteps:
 
     Args:
         feed: takes a `StepsDone` with all of them.
-        top: `top_logprobs` of all of them.
+        top: `top_logprobs` of all of them. All of them have hidden states, or none has.
     """
 
     def __init__(self, feed: Callable[[WorkerEvent], None], top: int = 0) -> None:
@@ -47,6 +53,10 @@ class OutgoingSteps:
         self._prompts: list[tuple[int, int]] = []
         self._lengths: list[tuple[int, int]] = []
         self._prompt_logprobs, self._prompt_top_ids, self._prompt_top_logprobs = array("f"), array("i"), array("f")
+        self._states: list[Floats] = []
+        self._experts: list[tuple[int, int, int]] = []
+        self._routes: list[npt.NDArray[np.int16]] = []
+        self._details_bytes = 0
 
     def add(self, epoch: int, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens of a sequence."""
@@ -77,10 +87,19 @@ class OutgoingSteps:
         self._prompt_top_ids.extend(chain.from_iterable(new.prompt_top_ids))
         self._prompt_top_logprobs.extend(chain.from_iterable(new.prompt_top_logprobs))
 
-    def add_top(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
-        """The most probable tokens in the places of the tokens that were just added."""
-        self._top_ids.extend(chain.from_iterable(ids))
-        self._top_logprobs.extend(chain.from_iterable(logprobs))
+    def add_details(self, counter: int, new: NewTokens) -> None:
+        """What there is of the tokens that were just added besides their logprobs."""
+        self._top_ids.extend(chain.from_iterable(new.top_ids))
+        self._top_logprobs.extend(chain.from_iterable(new.top_logprobs))
+        if new.hidden_states is not None:
+            self._states.append(new.hidden_states)
+            self._details_bytes += new.hidden_states.nbytes
+        if new.routed_experts is not None:
+            self._experts.append((counter, new.sequence, len(new.routed_experts)))
+            self._routes.append(new.routed_experts)
+            self._details_bytes += new.routed_experts.nbytes
+        if self._details_bytes > MOST_DETAILS:
+            self.flush()
 
     def flush(self) -> None:
         """Hand over what is there now."""
@@ -96,12 +115,21 @@ class OutgoingSteps:
         if self._top and self._logprobs is not None:
             specs += column_specs(len(self._tokens), False, self._top)
             frames += (self._top_ids.tobytes(), self._top_logprobs.tobytes())
+        if self._states:
+            states = np.concatenate(self._states, dtype=np.float32)
+            specs += column_specs(len(self._tokens), False, 0, states.shape[1])
+            frames.append(states.data.cast("B"))
+        if self._routes:
+            routes = np.concatenate(self._routes, dtype=np.int16)
+            rows, layers, k = routes.shape
+            specs.append(FrameSpec("routed_experts", "int16", (rows * layers, k)))
+            frames.append(routes.data.cast("B"))
         if self._prompts:
             specs += prompt_specs(self._prompts, self._top)
             frames.append(self._prompt_logprobs.tobytes())
             if self._top:
                 frames += (self._prompt_top_ids.tobytes(), self._prompt_top_logprobs.tobytes())
-        told = self._cached, self._prompts, self._lengths
+        told = self._cached, self._prompts, self._lengths, self._experts
         event = StepsDone(time.monotonic(), self._epoch, self._steps, specs, tuple(frames), *told)
         self._clear()
         self._feed(event)
@@ -137,11 +165,11 @@ class RunningGeneration:
         if new.prompt_logprobs:
             self._out.add_prompt(counter, new)
 
-    def emit_top(self, new: NewTokens) -> None:
-        """As `emit`, for a task with `top_logprobs`."""
+    def emit_details(self, new: NewTokens) -> None:
+        """As `emit`, for a task with `top_logprobs`, `hidden_states` or `routed_experts`."""
         if not self.stopped:
             self.emit(new)
-            self._out.add_top(new.top_ids, new.top_logprobs)
+            self._out.add_details(self.task[1], new)
 
     def fail(self, why: str) -> None:
         """The engine is done with it. Its first sequence that has not ended says why, if there is one."""
@@ -178,8 +206,8 @@ class GenerationRunner:
     ) -> None:
         self._engine, self._feed, self._spawn, self._between = engine, feed, spawn, between
         self._media = media or MediaReader("", ())
-        #: by `top_logprobs`
-        self._out = {0: OutgoingSteps(feed)}
+        #: by `top_logprobs` and `hidden_states`
+        self._out = {(0, False): OutgoingSteps(feed)}
         self._running: dict[TaskId, RunningGeneration] = {}
 
     @property
@@ -190,9 +218,10 @@ class GenerationRunner:
     def run(self, run: RunGeneration) -> None:
         """Give a generation to the engine."""
         top = min(max(0, run.message.top_logprobs), MAX_TOP_LOGPROBS)
-        if top not in self._out:
-            self._out[top] = OutgoingSteps(self._feed, top)
-        one = RunningGeneration(run, self._out[top])
+        kind = top, run.message.hidden_states
+        if kind not in self._out:
+            self._out[kind] = OutgoingSteps(self._feed, top)
+        one = RunningGeneration(run, self._out[kind])
         self._running[one.task] = one
         one.work = self._spawn(self._generate(run, one))
         # Not in the coroutine: one that is cancelled before its first step does not run at all.
@@ -218,7 +247,8 @@ class GenerationRunner:
 
     async def _run_in_engine(self, task: GenerationTask, one: RunningGeneration) -> None:
         async with self._between.batch():
-            await self._engine.generate(task, one.emit_top if task.top_logprobs else one.emit)
+            details = task.top_logprobs or task.hidden_states or task.routed_experts
+            await self._engine.generate(task, one.emit_details if details else one.emit)
 
     def _left(self, one: RunningGeneration, work: asyncio.Task[None]) -> None:
         del self._running[one.task]

@@ -226,7 +226,7 @@ class WorkerMachine:
     def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
         if event.epoch != self.epoch or not self.registered:
             return []
-        told = event.steps, event.specs, event.cached, event.prompts, event.lengths
+        told = event.steps, event.specs, event.cached, event.prompts, event.lengths, event.experts
         return [SendToCoordinator(wire.GenerationProgress(event.epoch, self.updates.version, *told), event.frames)]
 
     def _generation_left(self, event: ev.GenerationLeft) -> list[WorkerEffect]:

@@ -45,6 +45,8 @@ class GenerateOptions(SamplingOptions, MediaOptions, total=False):
     logprobs: bool
     top_logprobs: int
     prompt_logprobs: bool
+    hidden_states: bool
+    routed_experts: bool
     partial: bool
     continue_from: Sequence[Sequence[Generation]] | None
     adapter: str | None
@@ -87,6 +89,9 @@ class GenerateCalls(RowCalls):
                 for `logprobs`, too. Default: 0.
             prompt_logprobs: both of each token of the prompts, too, at temperature 1. The engine computes a whole prompt then,
                 also what it has of it in its prefix cache. Default: False.
+            hidden_states, routed_experts: and the last hidden state from which each token was chosen (not with `stop`), and the
+                experts to which each layer routed each token (not in streams). The engines need the options
+                `enable_return_hidden_states` and `enable_return_routed_experts`. Default: False.
             partial: a sequence that is interrupted, by new weights or the loss of its worker, is returned as far as it is,
                 instead of going on elsewhere; its `finish_reason` is `interrupted`. Default: False.
             images, videos, audio: of each prompt a medium, a list of media, or None; of one prompt without a list, its media.
@@ -125,8 +130,8 @@ class GenerateCalls(RowCalls):
             credit: tokens of all samples together that the pool sends ahead of the caller, at most. A caller that is slow slows
                 its own stream alone. 1 to 65536; default: 1024.
             images, videos, audio: those of the prompt, one or a list.
-            n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, partial, continue_from, adapter, group, priority,
-                timeout, retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
+            n, sampling parameters, logprobs, top_logprobs, prompt_logprobs, hidden_states, partial, continue_from, adapter,
+                group, priority, timeout, retry_busy, min_version, version: as in `generate`; `timeout` is for the whole stream.
 
         Returns:
             An iterable of `TokenChunk`, each with the next tokens of one sample; its `result()` is what `generate` returns.
@@ -136,6 +141,8 @@ class GenerateCalls(RowCalls):
         """
         check_options("stream", options, StreamOptions, "prompt")
         request, frames, earlier = _request("prompt", [prompt], options, single=True)
+        if request.routed_experts:
+            raise bad("routed_experts", "routed_experts: not for a stream; Pool.generate has them in its answer")
         request.stream = True
         request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
         within, retry_busy = set_options(request, options)
@@ -173,6 +180,8 @@ def _request(
         prompt_logprobs=flag(options, "prompt_logprobs"),
         partial=flag(options, "partial"),
         adapter=check_adapter(options.get("adapter")),
+        hidden_states=flag(options, "hidden_states"),
+        routed_experts=flag(options, "routed_experts"),
     )
     earlier = _earlier(options.get("continue_from"), prompts, request)
     if earlier:
@@ -225,7 +234,10 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
             text = f"{where}.logprobs: must be None, or an array float32 [{len(one.token_ids)}], one per token"
             raise bad(f"{where}.logprobs", text)
     if request.top_logprobs:
-        _check_top(where, one)
+        _check_table(where, one, "top_ids", "int32")
+        _check_table(where, one, "top_logprobs", "float32")
+    if request.hidden_states:
+        _check_table(where, one, "hidden_states", "float32")
     if not isinstance(cast("object", one.matched), int | str | None):
         raise bad(f"{where}.matched", f"{where}.matched: {kind(one.matched)}; a token id, a text, or None")
     utf8(f"{where}.matched", str(one.matched))
@@ -234,13 +246,12 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
         raise bad(f"{where}.finish_reason", text)
 
 
-def _check_top(where: str, one: Generation) -> None:
-    for name, given, dtype in (("top_ids", one.top_ids, "int32"), ("top_logprobs", one.top_logprobs, "float32")):
-        found = cast("Any", given)
-        array = cast("npt.NDArray[Any]", found) if isinstance(found, np.ndarray) else np.zeros(0)
-        if found is not None and (array.ndim != 2 or len(array) != len(one.token_ids) or array.dtype != np.dtype(dtype)):
-            text = f"{where}.{name}: must be None, or an array {dtype} [{len(one.token_ids)}, k]"
-            raise bad(f"{where}.{name}", text)
+def _check_table(where: str, one: Generation, name: str, dtype: str) -> None:
+    found: Any = getattr(one, name)
+    array = cast("npt.NDArray[Any]", found) if isinstance(found, np.ndarray) else np.zeros(0)
+    if found is not None and (array.ndim != 2 or len(array) != len(one.token_ids) or array.dtype != np.dtype(dtype)):
+        text = f"{where}.{name}: must be None, or an array {dtype} [{len(one.token_ids)}, k]"
+        raise bad(f"{where}.{name}", text)
 
 
 def _brought(

@@ -13,9 +13,11 @@ from enginepool.client.results import Floats, RequestTimings
 from enginepool.errors import Interrupted, Malformed
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import AnsweredSequence, read_generated, read_prompts, split_columns
+from enginepool.protocol.generated import AnsweredSequence, expert_shape, read_generated, read_prompts, split_columns
 from enginepool.protocol.messages import Ended, Generate, Generated
 
+#: int16 [tokens, layers, k]
+Experts: TypeAlias = npt.NDArray[np.int16]
 #: int32 [tokens, k]
 TopIds: TypeAlias = npt.NDArray[np.int32]
 S = TypeVar("S")
@@ -41,6 +43,10 @@ class Generation:
             were handed in with `continue_from` without them.
         top_ids, top_logprobs: int32 and float32 [tokens, k], if asked for: in the place of each token the k most probable ones,
             the most probable first; −1 and NaN where `logprobs` is NaN.
+        hidden_states: float32 [tokens, size], if asked for: the last hidden state of the model, after its final norm, from
+            which each token was chosen; NaN for tokens that were handed in with `continue_from` without them.
+        routed_experts: int16 [prompt + output − 1, layers, k], if asked for: the k experts to which each layer routed each
+            token but the last one, in no order; a layer without experts has zeros. None where the sequence was interrupted.
         finish_reason: `stop`: a stop token, string or pattern; `length`: `max_new_tokens`; `interrupted`: it could not be
             continued.
         matched: the token id, or the text, that it stopped at; else None.
@@ -57,6 +63,8 @@ class Generation:
     top_ids: TopIds | None = None
     top_logprobs: Floats | None = None
     workers: tuple[tuple[str, int], ...] = ()
+    hidden_states: Floats | None = None
+    routed_experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +116,7 @@ class TokenChunk:
         token_ids: int32 [tokens]; empty where a sequence ends without more.
         logprobs: float32 [tokens], if asked for.
         top_ids, top_logprobs: int32 and float32 [tokens, k], if asked for, as in `Generation`.
+        hidden_states: float32 [tokens, size], if asked for, as in `Generation`; [0, 0] without tokens.
         version: of the weights that computed them.
         finish_reason: as in `Generation`; "" while the sequence goes on.
         matched: as in `Generation`.
@@ -121,6 +130,7 @@ class TokenChunk:
     matched: int | str | None
     top_ids: TopIds | None = None
     top_logprobs: Floats | None = None
+    hidden_states: Floats | None = None
 
 
 def read_generations(
@@ -148,8 +158,8 @@ def read_generations(
         if sequence.start != has:
             text = f"starts[{number}]: {sequence.start} in an answer that continues {has} tokens"
             raise Malformed(text, field=f"starts[{number}]")
-        top = request.top_logprobs if request.logprobs else None
-        found.append(_joined(before, sequence, top, _workers(answer, number, has, sequence.stop)))
+        details = _workers(answer, number, has, sequence.stop), expert_shape(answer.frames, answer.experts)
+        found.append(_joined(before, sequence, request, *details))
     groups = tuple(tuple(found[first : first + request.n]) for first in range(0, rows, request.n))
     usage, times = answer.usage, answer.timings
     generations = Generations(
@@ -189,6 +199,11 @@ def read_arrays(columns: Buffer, top: int | None) -> tuple[Floats | None, TopIds
     return logprobs, np.array(ids.reshape(-1, top)), np.array(chances.reshape(-1, top))
 
 
+def read_states(hidden_states: Buffer, count: int) -> Floats:
+    """float32 [count, size]: the hidden states of so many tokens."""
+    return np.array(np.frombuffer(hidden_states, np.float32)).reshape(count, len(hidden_states) // (4 * max(count, 1)))
+
+
 def _workers(answer: Generated, number: int, start: int, stop: int) -> list[tuple[str, int]]:
     """The workers of the tokens of a sequence from `start` to `stop`, and how many each generated."""
     places = answer.places[number] if answer.places else [(0, start)] if answer.workers else []
@@ -199,22 +214,29 @@ def _workers(answer: Generated, number: int, start: int, stop: int) -> list[tupl
 
 
 def _joined(
-    before: Generation | None, sequence: AnsweredSequence, top: int | None, workers: list[tuple[str, int]]
-) -> Generation:
-    """A sequence with the tokens that it continues; `top` as in `read_arrays`; `workers` of its new tokens."""
+    before: Generation | None, sequence: AnsweredSequence, asked: Generate, workers: list[tuple[str, int]],
+    expert_shape: tuple[int, int],
+) -> Generation:  # fmt: skip
+    """A sequence with the tokens that it continues; `workers` of its new tokens."""
     tokens = np.frombuffer(sequence.tokens, np.int32)
-    details = read_arrays(sequence.logprobs, top)
-    spans = list(sequence.spans)
+    details = read_arrays(sequence.logprobs, asked.top_logprobs if asked.logprobs else None)
+    states = read_states(sequence.hidden_states, len(tokens)) if asked.hidden_states else None
+    spans, experts = list(sequence.spans), None
+    if len(sequence.routed_experts):
+        experts = np.array(np.frombuffer(sequence.routed_experts, np.int16)).reshape(-1, *expert_shape)
     if before is not None:
         earlier = before.logprobs, before.top_ids, before.top_logprobs
         details = tuple(_after(old, new, len(before.token_ids)) for old, new in zip(earlier, details, strict=True))
+        states = _after(before.hidden_states, states, len(before.token_ids))
+        if asked.routed_experts and not len(tokens):
+            experts = before.routed_experts  # an engine gives those of the whole sequence
         tokens = np.concatenate((before.token_ids, tokens))
         spans = merged(chain(before.spans, spans))
         workers = merged(chain(before.workers or [("", len(before.token_ids))], workers))
     logprobs, top_ids, top_logprobs = details
     return Generation(
         np.array(tokens, np.int32), logprobs, sequence.end.reason, sequence.end.matched,
-        tuple((version, count) for version, count in spans), top_ids, top_logprobs, tuple(workers),
+        tuple((version, count) for version, count in spans), top_ids, top_logprobs, tuple(workers), states, experts,
     )  # fmt: skip
 
 
@@ -222,6 +244,8 @@ def _after(old: npt.NDArray[Any] | None, new: npt.NDArray[Any] | None, count: in
     """`new` after what the first `count` tokens have; they have nothing that is a number where that is not known."""
     if new is None:
         return None
+    if new.shape == (0, 0) and old is not None:
+        return old  # without new tokens their size is not known
     if old is None or old.shape[1:] != new.shape[1:]:
         old = np.full((count, *new.shape[1:]), -1 if new.dtype == np.int32 else np.nan, new.dtype)
     return np.concatenate((old, new))

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from enginepool.client.connection import Connection
-from enginepool.client.generations import Generation, Generations, TokenChunk, read_arrays, read_generations
+from enginepool.client.generations import Generation, Generations, TokenChunk, read_arrays, read_generations, read_states
 from enginepool.client.notices import Notices
 from enginepool.client.session.events import Answer, Fail, Heard, StreamPart
 from enginepool.errors import Malformed
@@ -112,10 +112,12 @@ class TokenStream:
         if self._end is None:
             self._connection.tokens_taken(self._id, self._taken)
         request = self._request
+        tokens = np.array(np.frombuffer(part.tokens, np.int32))
         logprobs, top_ids, top_logprobs = read_arrays(part.logprobs, request.top_logprobs if request.logprobs else None)
+        states = read_states(part.hidden_states, len(tokens)) if request.hidden_states else None
         chunk = TokenChunk(
-            part.sequence, np.array(np.frombuffer(part.tokens, np.int32)), logprobs, part.version,
-            "" if part.end is None else part.end.reason, None if part.end is None else part.end.matched, top_ids, top_logprobs,
+            part.sequence, tokens, logprobs, part.version, "" if part.end is None else part.end.reason,
+            None if part.end is None else part.end.matched, top_ids, top_logprobs, states,
         )  # fmt: skip
         if self._follow is not None:
             self._follow(chunk)

@@ -28,6 +28,9 @@ def check_generation(request: Request) -> None:
         assert sequence.start <= sequence.sent <= tokens <= work.sampling.max_new_tokens, (request, i)
         assert sum(count for _, count in sequence.spans) == tokens - sequence.start, (request, i)
         assert len(sequence.logprobs) == (tokens - sequence.start) * work.width, (request, i)
+        new = tokens - sequence.start
+        assert bool(sequence.hidden_states) == (work.hidden_states and new > 0), (request, i)
+        assert not new or len(sequence.hidden_states) % (4 * new) == 0, (request, i)
         if work.stream and i not in state.behind:
             assert sequence.sent == tokens, (request, i)
     assert request.flying == sum(task.rows for task in state.tasks.values()), request

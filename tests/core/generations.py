@@ -42,6 +42,8 @@ def generate(
     prompt_logprobs: bool = False,
     partial: bool = False,
     adapter: str = "",
+    hidden_states: bool = False,
+    routed_experts: bool = False,
     **sampling: Any,
 ) -> GenerateWork:
     """A request with prompts of these lengths: prompt i has the ids 10 i, 10 i + 1, …"""
@@ -68,6 +70,8 @@ def generate(
         partial=partial,
         ended=ended or [],
         adapter=adapter,
+        hidden_states=hidden_states,
+        routed_experts=routed_experts,
     )
     return GENERATE.open(message, frames)
 
@@ -95,10 +99,14 @@ class GeneratingPool(Pool):
         top: int = 0,
         prompts: Sequence[tuple[Sent, Sequence[float]]] = (),
         lengths: Sequence[tuple[int, int]] = (),
+        hidden: int = 0,
+        experts: Sequence[tuple[Sent, int, int]] = (),
+        expert_shape: tuple[int, int] = (0, 0),
     ) -> ev.TokensGenerated:
         """What a worker says that generated: for each of (task, sequence, position, tokens, reason) a step.
         `cached`: (number of a step, tokens): so many of the prompt of its task were in the engine's cache.
-        `prompts`: the log-probabilities of prompts of tasks. `lengths`: (number of a step, tokens of its prompt)."""
+        `prompts`: the log-probabilities of prompts of tasks. `lengths`: (number of a step, tokens of its prompt).
+        `hidden`: the size of hidden states. `experts`: (task, sequence, tokens) of routed experts, 0, 1, … of each."""
         made: list[Step] = []
         flat: list[int] = []
         for task, sequence, at, tokens, reason in steps:
@@ -114,7 +122,14 @@ class GeneratingPool(Pool):
             assert isinstance(task.message, StartGeneration)
             sent.append((task.message.task[1], len(values)))
         data = b"".join(prompt_columns(values, top) for _, values in prompts)
-        return ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data, longer)
+        event = ev.TokensGenerated(0, link, EPOCH, version, made, tokens_, chances, -1, had, top, sent, data, longer)
+        event.hidden_states, event.hidden = memoryview(states(flat, hidden)), hidden
+        for task, sequence, rows in experts:
+            assert isinstance(task.message, StartGeneration)
+            event.experts = [*event.experts, (task.message.task[1], sequence, rows)]
+            event.routed_experts = b"".join((event.routed_experts, routes(rows, expert_shape)))
+        event.expert_shape = expert_shape
+        return event
 
 
 def columns(tokens: Sequence[int], top: int = 0) -> bytes:
@@ -123,6 +138,16 @@ def columns(tokens: Sequence[int], top: int = 0) -> bytes:
     ids = np.array(tokens, np.int32).reshape(-1, 1) + np.arange(top, dtype=np.int32)
     values = (-ids).astype(np.float32)
     return join_columns((-np.array(tokens, np.float32)).tobytes(), ids.tobytes(), values.tobytes(), top)
+
+
+def states(tokens: Sequence[int], hidden: int) -> bytes:
+    """The hidden states from which these tokens are chosen: of a token t they are t, t, …"""
+    return np.repeat(np.array(tokens, np.float32), hidden).tobytes()
+
+
+def routes(rows: int, shape: tuple[int, int]) -> bytes:
+    """Routed experts of so many tokens: 0, 1, …"""
+    return np.arange(rows * shape[0] * shape[1], dtype=np.int16).tobytes()
 
 
 def prompt_columns(logprobs: Sequence[float], top: int = 0) -> bytes:

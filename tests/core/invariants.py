@@ -42,7 +42,7 @@ _CLASSES = (PLAIN, PACKED, PLAIN | PACKED)
 def check_machine(machine: Machine) -> None:
     """Every invariant of the whole machine."""
     core = machine.core
-    assert not machine.requests.unsent._by_top, "tokens that no client was sent"
+    assert not machine.requests.unsent._by_kind, "tokens that no client was sent"
     live = [request for client in core.clients.values() for request in client.live.values()]
     assert core.live_rows == sum([r.work.rows for r in live])
     assert core.live_bytes == sum([r.held for r in live])

@@ -59,6 +59,8 @@ def check_requests(calls: PendingRequests) -> None:
                 assert sum(count for _, count in one.spans) == len(one.tokens) - one.start, f"request {id_}: spans"
                 width = stream._request.width
                 assert len(one.logprobs) == width * (len(one.tokens) - one.start), f"request {id_}: logprobs"
+                row = stream._row
+                assert len(one.hidden_states) == row * (len(one.tokens) - one.start), f"request {id_}: hidden states"
 
 
 def check_questions(questions: PendingQuestions) -> None:

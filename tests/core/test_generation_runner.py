@@ -20,6 +20,7 @@ from enginepool.protocol.messages import (
     Sampling,
     StartGeneration,
 )
+from enginepool.workers import generation
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.engine import Emit, EngineDied, EngineError, GenerationTask, NewTokens
 from enginepool.workers.events import EngineLost, GenerationLeft, RunGeneration, StepsDone, WorkerEvent
@@ -306,6 +307,34 @@ def test_tasks_with_top_logprobs_are_told_apart_from_others_and_prompts_with_the
     assert np.frombuffer(ids, np.int32).tolist() == [-1, -1, 5, 6, 7, 8]
     np.testing.assert_array_equal(np.frombuffer(chances, np.float32), [np.nan, np.nan, -1, -2, -3, -4])
     assert [spec.name for spec in plain.specs] == ["tokens", "logprobs"]
+
+
+def test_hidden_states_are_in_messages_of_their_own_none_of_which_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MOST_DETAILS", 2 * 12)
+    emits: list[Emit] = []
+
+    async def plan(task: GenerationTask, emit: Emit) -> None:
+        emits.append(emit)
+        await asyncio.Event().wait()
+
+    async def main() -> Worker:
+        worker = Worker(plan)
+        worker.start(1, n=4, hidden_states=True)
+        worker.start(2)
+        await asyncio.sleep(0)
+        for i in range(4):
+            emits[0](NewTokens(i, [11], hidden_states=np.full((1, 3), i, np.float32)))
+        emits[1](NewTokens(0, [21]))
+        await asyncio.sleep(0)
+        return worker
+
+    full, rest, plain = sorted(asyncio.run(main()).steps, key=lambda event: -len(event.steps) + 9 * (event.steps[0].task == 2))
+    assert [len(event.steps) for event in (full, rest, plain)] == [3, 1, 1]
+    assert [spec.name for spec in plain.specs] == ["tokens"]
+    for event, expected in ((full, [0, 1, 2]), (rest, [3])):
+        read = worker_event(0.0, b"w", [encode_header(GenerationProgress(EPOCH, 4, event.steps, event.specs)), *event.frames])
+        assert isinstance(read, core.TokensGenerated) and read.hidden == 3
+        assert np.frombuffer(read.hidden_states, np.float32).reshape(-1, 3)[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize(

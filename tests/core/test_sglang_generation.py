@@ -16,9 +16,11 @@ from enginepool.workers.sglang.generate.prefill_admission import Prefill
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.generate.settings import (
+    experts_of,
     generation_budgets,
     generation_features,
     generation_kwargs,
+    hidden_of,
     prefill_tokens,
 )
 from enginepool.workers.sglang.host.processes import Processes
@@ -33,7 +35,7 @@ KNOWN = {
     "enable_custom_logit_processor", "enable_priority_scheduling", "enable_watermark", "grammar_backend",
     "log_level", "max_running_requests",
     "max_total_tokens", "nccl_port", "nnodes", "page_size", "pp_size", "schedule_policy", "speculative_algorithm",
-    "tokenizer_worker_num",
+    "tokenizer_worker_num", "enable_return_hidden_states", "return_hidden_states_mode",
 }  # fmt: skip
 CAN = Capabilities(
     "causal", 512, 100, 1000, 8, 1000, 8, operations=("generate",), features=("grammar", "stop_text", "logit_processors")
@@ -241,6 +243,27 @@ def test_logit_processors_run_where_sglang_calls_them_for_each_token_and_says_it
         assert generation_features(on | without, False) == ()
     assert kwargs_of(options={"enable_watermark": True})["enable_custom_logit_processor"] is False
     assert kwargs_of(options={"enable_custom_logit_processor": False})["enable_custom_logit_processor"] is False
+
+
+def test_hidden_states_are_given_where_each_step_has_one_token_and_those_of_prompts_stay_in_the_engine() -> None:
+    on = {"enable_return_hidden_states": True}
+    assert (hidden_of(on, 64), hidden_of({}, 64)) == (64, 0)
+    for several in ({"speculative_algorithm": "EAGLE"}, {"stream_interval": 2}, {"pp_size": 2}):
+        assert hidden_of(on | several, 64) == 0
+    assert kwargs_of(options=on)["return_hidden_states_mode"] == "last"
+    assert kwargs_of(options=on | {"return_hidden_states_mode": "full"})["return_hidden_states_mode"] == "full"
+    assert "return_hidden_states_mode" not in kwargs_of()
+
+
+def test_routed_experts_are_given_where_a_computed_token_stays_in_its_place() -> None:
+    on, config = {"enable_return_routed_experts": True}, SimpleNamespace(num_hidden_layers=4, num_experts_per_tok=2)
+    assert (experts_of(on, config), experts_of({}, None)) == ((4, 2), (0, 0))
+    for other in ("speculative_algorithm", "enable_hierarchical_cache", "hicache_storage_backend", "enable_dp_attention"):
+        assert experts_of(on | {other: "set"}, config) == (0, 0)
+    assert experts_of(on | {"pp_size": 2}, config) == (0, 0)
+    with pytest.raises(SettingsError, match="chunked_prefill_size=-1 is refused: SGLang notes routed experts"):
+        generation_budgets(Running(on | {"chunked_prefill_size": -1}, 1000, 16, 100))
+    generation_budgets(Running(on | {"chunked_prefill_size": 512}, 1000, 16, 100))
 
 
 def task(prompt: tuple[int, ...] = (1, 2), n: int = 1, **sampling: Any) -> GenerationTask:

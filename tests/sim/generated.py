@@ -9,12 +9,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from enginepool.client.session.events import Answer
-from enginepool.protocol.generated import join_columns, read_prompt_columns, split_columns
+from enginepool.protocol.generated import join_columns, read_experts, read_hidden, read_prompt_columns, split_columns
 from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
 from enginepool.workers.sim.operation import Weights as SimWeights
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of
 from tests.sim.generating import END_EVERY, Generating
-from tests.sim.sim_generator import top_of
+from tests.sim.sim_generator import routes_of, states_of, top_of
 from tests.sim.traffic import Call
 
 #: of every simulated model
@@ -43,6 +43,8 @@ class Answered(NamedTuple):
     logprobs: bytes
     spans: list[tuple[int, int]]
     end: SequenceEnd
+    hidden_states: bytes = b""
+    routed_experts: bytes = b""
 
 
 def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> Iterator[str]:
@@ -80,11 +82,16 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
             yield sequence.end.reason
         if len(sequence.spans) > 1:
             yield "several versions"
+        if sequence.hidden_states:
+            yield "hidden states"
+        if sequence.routed_experts:
+            yield "routed experts"
         if request.stream:
             yield "streamed"
             read = generating.read[i]
             assert read.tokens == sequence.tokens, f"{call}: sequence {i} was streamed differently"
             assert read.logprobs == sequence.columns, f"{call}: sequence {i} had other logprobs when it was streamed"
+            assert read.hidden_states == sequence.hidden_states, f"{call}: sequence {i} had other hidden states in the stream"
             assert read.spans == sequence.spans, f"{call}: sequence {i}: {read.spans} in the stream, {sequence.spans} now"
             assert read.end == (None if i in known else sequence.end), f"{call}: sequence {i} ended differently: {read.end}"
     if request.prompt_logprobs:
@@ -100,21 +107,28 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
     request, frames = generating.request, [bytes(frame) for frame in answer.frames]
     top, width = request.top_logprobs, 4 * request.width
     names = ["output", "output_lengths", *(["logprobs"] if request.logprobs else [])]
-    names += [*(["top_ids", "top_logprobs"] if top else [])]
+    names += [*(["top_ids", "top_logprobs"] if top else []), *(["hidden_states"] if request.hidden_states else [])]
+    names += ["routed_experts"] if request.routed_experts else []
     if message.prompts:
         names += ["prompt_logprobs", *(["prompt_top_ids", "prompt_top_logprobs"] if top else [])]
     assert [spec.name for spec in message.frames] == names, f"{call}: {message.frames}"
     output, lengths, chances = frames[0], frames[1], frames[2] if request.logprobs else b""
     columns = join_columns(frames[2], frames[3], frames[4], top) if top else chances
     rows = len(generating.brought)
+    states = read_hidden(message.frames, frames)
+    routes, experts = read_experts(message.frames, frames), message.experts or [0] * rows
     assert len(message.spans) == rows and [end.sequence for end in message.ended] == list(range(rows)), f"{call}: {message}"
     found: list[Answered] = []
-    first = 0
-    for length, spans, end in zip(array("I", lengths), message.spans, message.ended, strict=True):
+    first = routed = 0
+    for length, count, spans, end in zip(array("I", lengths), experts, message.spans, message.ended, strict=True):
         part = slice(4 * first, 4 * (first + length))
         assert sum(count for _, count in spans) == length, f"{call}: {spans} for {length} tokens"
         here = columns[width * first : width * (first + length)]
-        found.append(Answered(output[part], here, chances[part], [(version, count) for version, count in spans], end))
+        hidden, mine = bytes(states[8 * first : 8 * (first + length)]), bytes(routes[4 * routed : 4 * (routed + count)])
+        routed += count
+        of_versions = [(version, tokens) for version, tokens in spans]
+        found.append(Answered(output[part], here, chances[part], of_versions, end, hidden, mine))
+        assert not request.hidden_states or hidden == states_of(array("i", output[part])), f"{call}: hidden states"
         if top:
             _, *right = split_columns(here, top)
             wrong = (*map(bytes, right),) != top_of(array("i", output[part]), array("f", chances[part]), top, VOCAB)
@@ -156,6 +170,9 @@ def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answer
     may = may or (request.version is not None and passed(request.version, weights))
     assert end.reason != "interrupted" or (may and end.matched is None), told
     prompt, brought = call.prompts[i // request.n], generating.brought[i]
+    whole = array("i", prompt + brought + sequence.tokens)
+    routed = routes_of(whole) if request.routed_experts and end.reason in ("stop", "length") else b""
+    assert sequence.routed_experts == routed, f"{told}: routed experts of {len(sequence.routed_experts) // 4} tokens"
     has, sampling = len(brought) // 4, request.sampling
     sampling = replace(
         sampling, max_new_tokens=sampling.max_new_tokens - has, min_new_tokens=max(0, sampling.min_new_tokens - has)

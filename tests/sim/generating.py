@@ -34,6 +34,7 @@ class SequenceRead:
     def __init__(self) -> None:
         self.tokens = b""
         self.logprobs = b""
+        self.hidden_states = b""
         self.spans: list[tuple[int, int]] = []
         self.end: SequenceEnd | None = None
 
@@ -42,6 +43,7 @@ class SequenceRead:
         assert self.end is None, f"more after its end: {part}"
         self.tokens += part.tokens
         self.logprobs += part.logprobs
+        self.hidden_states += part.hidden_states
         if count and self.spans and self.spans[-1][0] == part.version:
             self.spans[-1] = part.version, self.spans[-1][1] + count
         elif count:
@@ -115,6 +117,8 @@ def generate_instead(random: Random, call: Call, can: Capabilities, mix: Generat
     request.top_logprobs = call.uid % 4 if request.logprobs else 0
     request.prompt_logprobs = call.uid % 5 == 1
     request.adapter = ADAPTERS[call.uid % 3 - 1] if call.uid % 3 else ""
+    request.hidden_states = call.uid % 7 in (2, 3)
+    request.routed_experts = call.uid % 3 == 1 and not request.stream
     brought = [b"" for _ in range(n * len(rows))]
     if random.random() < mix.brought:
         brought = [_ids(random, random.randrange(sampling.max_new_tokens), can.vocab) for _ in brought]

@@ -149,7 +149,11 @@ class Oracle:
             answer, kept = 512 + len(call.prompts) * (2 + 4 * (len(call.columns) + call.hidden)), 1
             if call.generating is not None:
                 sequences = len(call.prompts) * call.score.n
+                new = sequences * call.score.sampling.max_new_tokens
                 answer = 512 + sequences * (128 + 4 * call.score.columns) + 4 * call.score.prompt_columns
+                answer += (
+                    8 * new * call.score.hidden_states + 4 * (call.score.n * call.tokens + new) * call.score.routed_experts
+                )
                 kept = 2  # its tokens as they came, and the answer
             text = 4 * (call.tokens + len(call.prompts))
             message = 512 + 5 * len(call.columns) + sum(map(len, call.frames))

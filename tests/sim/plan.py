@@ -218,9 +218,10 @@ class Plan:
                 continue
             rows = random.choice((1, 2, 4))
             self.capabilities[name] = msgspec.structs.replace(
-                can, kind="causal", labels=0, hidden=0, separator=None, operations=(*can.operations, "generate"),
+                can, kind="causal", labels=0, hidden=2, separator=None, operations=(*can.operations, "generate"),
                 batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))), features=("logit_processors",),
                 adapters=ADAPTERS,
+                experts=(2, 1),
             )  # fmt: skip
             if name in self.memory:
                 self.memory[name] = max(1, self.capabilities[name].inflight_rows >> self.halvings[name])

@@ -29,8 +29,8 @@ class SimGeneration:
     """A task inside an engine."""
 
     __slots__ = (
-        "adapter", "at", "began", "begun", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt", "refused",
-        "sequences", "stopped", "top",
+        "adapter", "at", "began", "begun", "hidden", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt",
+        "refused", "routed", "sequences", "stopped", "top",
     )  # fmt: skip
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
@@ -39,6 +39,7 @@ class SimGeneration:
         self.prompt = bytes(run.frames[0])
         self.logprobs, self.top, self.of_prompt = message.logprobs, message.top_logprobs, message.prompt_logprobs
         self.adapter = message.adapter
+        self.hidden, self.routed = message.hidden_states, message.routed_experts
         #: where it began, if what the engine counted before matters: what it generates then is not what it would have been
         self.began = message.at if message.sampling.frequency_penalty else 0
         sampling = message.sampling
@@ -131,11 +132,11 @@ class SimGenerator:
         if engine.dead or engine.hangs:
             return
         weights = Weights(content_of(engine.digest, engine.base))
-        outs: dict[int, _Out] = {}
+        outs: dict[tuple[int, bool], _Out] = {}
         running = [task for task in self._running.values() if not task.stopped]
         failed = self._failed(running, fault)
         for task in running:
-            out = outs.setdefault(task.top, _Out(task.top, engine.profile.can.vocab))
+            out = outs.setdefault((task.top, task.hidden), _Out(task.top, engine.profile.can.vocab))
             if task in failed:
                 sequence = min(task.sequences)
                 out.add(task, Step(task.id[1], sequence, task.at[sequence], 0, "error", "refused"), (), ())
@@ -160,7 +161,9 @@ class SimGenerator:
         for out in outs.values():
             if out.steps:
                 assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
-                engine.host.post(StepsDone(now, out.epochs.pop(), out.steps, *out.frames(), out.cached, out.prompts))
+                engine.host.post(
+                    StepsDone(now, out.epochs.pop(), out.steps, *out.frames(), out.cached, out.prompts, [], out.experts)
+                )
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
 
@@ -210,7 +213,7 @@ def _misplace(messages: Sequence[list[Step]], poisoned: set[int]) -> None:
 
 
 class _Out:
-    """What one step generated, of tasks with the same `top_logprobs`."""
+    """What one step generated, of tasks with the same `top_logprobs` and `hidden_states`."""
 
     def __init__(self, top: int, vocab: int) -> None:
         self._top, self._vocab = top, vocab
@@ -222,6 +225,9 @@ class _Out:
         self._tokens = array("i")
         self._logprobs = array("f")
         self._asked = False
+        self._states = b""
+        self.experts: list[tuple[int, int, int]] = []
+        self._routes = b""
 
     def add(self, task: SimGeneration, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self.epochs.add(task.id[0])
@@ -229,6 +235,12 @@ class _Out:
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs if task.logprobs else [math.nan] * len(tokens))
         self._asked = self._asked or task.logprobs
+        if task.hidden:
+            self._states += states_of(tokens)
+        if task.routed and step.reason not in ("", "error"):
+            whole = array("i", task.prompt) + task.output[step.sequence]
+            self.experts.append((task.id[1], step.sequence, len(whole) - 1))
+            self._routes += routes_of(whole)
 
     def add_prompt(self, task: SimGeneration, weights: Weights) -> None:
         self.prompts.append((task.id[1], task.of_prompt))
@@ -247,6 +259,12 @@ class _Out:
         if self._top:
             specs += column_specs(shape[0], False, self._top)
             frames += top_of(self._tokens, self._logprobs, self._top, self._vocab)
+        if self._states:
+            specs += column_specs(shape[0], False, 0, 2)
+            frames.append(self._states)
+        if self.experts:
+            specs.append(FrameSpec("routed_experts", "int16", (len(self._routes) // 2, 1)))
+            frames.append(self._routes)
         if self.prompts:
             specs += prompt_specs(self.prompts, self._top)
             frames.append(self._prompt_logprobs.tobytes())
@@ -259,3 +277,13 @@ def top_of(tokens: Sequence[int], logprobs: Sequence[float], top: int, vocab: in
     """The frames `top_ids` and `top_logprobs` of these tokens."""
     ids = array("i", [(token + i) % vocab for token in tokens for i in range(top)])
     return ids.tobytes(), array("f", [logprob - i for logprob in logprobs for i in range(top)]).tobytes()
+
+
+def states_of(tokens: Sequence[int]) -> bytes:
+    """The hidden states from which these tokens are chosen: two numbers each."""
+    return array("f", [value for token in tokens for value in (token, -token)]).tobytes()
+
+
+def routes_of(whole: Sequence[int]) -> bytes:
+    """The routed experts of a prompt and its output, in two layers: of each token but the last one its id, and its position."""
+    return array("h", [value for at, token in enumerate(whole[:-1]) for value in (token % 128, at % 128)]).tobytes()

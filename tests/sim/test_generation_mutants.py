@@ -146,10 +146,10 @@ def generations_outlive_their_link(patch: pytest.MonkeyPatch) -> None:
 def all_tokens_are_said_to_be_of_the_last_weights(patch: pytest.MonkeyPatch) -> None:
     real = RunningSequence.extend
 
-    def extend(self: RunningSequence, tokens: memoryview, logprobs: memoryview, version: int) -> None:
+    def extend(self: RunningSequence, tokens: Buffer, logprobs: Buffer, version: int, hidden_states: Buffer = b"") -> None:
         if self.spans:
             self.spans[-1][0] = version
-        real(self, tokens, logprobs, version)
+        real(self, tokens, logprobs, version, hidden_states)
 
     patch.setattr(RunningSequence, "extend", extend)
 
@@ -201,6 +201,32 @@ def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPat
     patch.setattr(generation_slots, "_wanted_of_prompt", wanted)
 
 
+def hidden_states_of_a_backlog_are_those_of_its_first_tokens(patch: pytest.MonkeyPatch) -> None:
+    real = RunningSequence.states
+    patch.setattr(RunningSequence, "states", lambda self, at, count: real(self, self.start, count))  # pyright: ignore
+
+
+def sequences_that_come_back_keep_their_hidden_states(patch: pytest.MonkeyPatch) -> None:
+    def begin_again(self: RunningSequence) -> None:
+        del self.tokens[self.start :], self.logprobs[:], self.spans[:]
+
+    patch.setattr(RunningSequence, "begin_again", begin_again)
+
+
+def routed_experts_are_kept_by_the_numbers_of_their_task(patch: pytest.MonkeyPatch) -> None:
+    def take_experts(worker: Worker, e: TokensGenerated) -> str:
+        (layers, k), end = e.expert_shape, 0
+        for counter, number, rows in e.experts:
+            first, end = end, end + 2 * layers * k * rows
+            if (batch := worker.batches.get((e.epoch, counter))) is not None:
+                state = batch.slices[0][0].generation
+                assert state is not None
+                state.sequences[number].routed_experts = bytes(memoryview(e.routed_experts)[first:end])
+        return ""
+
+    patch.setattr(reports, "take_experts", take_experts)
+
+
 def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.MonkeyPatch) -> None:
     send, handle = UnsentTokens.send, machine.Machine.handle
 
@@ -237,6 +263,9 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
         sequences_that_come_back_keep_their_spans_alone,
         what_names_an_exact_version_outlives_it,
         a_prompt_is_asked_for_once_though_its_worker_is_lost,
+        hidden_states_of_a_backlog_are_those_of_its_first_tokens,
+        sequences_that_come_back_keep_their_hidden_states,
+        routed_experts_are_kept_by_the_numbers_of_their_task,
         what_waits_for_credit_is_sent_before_the_tokens_of_the_turn,
     ],
     ids=lambda mutate: mutate.__name__,

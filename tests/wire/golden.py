@@ -33,7 +33,7 @@ class Array:
     def payload(self) -> bytes:
         if isinstance(self.values, str):
             return self.values.encode()
-        code = {"int32": "i", "uint32": "I", "uint64": "Q", "float32": "f", "uint8": "B"}[self.dtype]
+        code = {"int32": "i", "uint32": "I", "uint64": "Q", "float32": "f", "uint8": "B", "int16": "h"}[self.dtype]
         return struct.pack(f"<{len(self.values)}{code}", *self.values)
 
     def described(self) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def _from_client() -> list[Valid]:
                 min_version=3,
                 version=4,
                 adapter="french",
+                hidden_states=True,
             ),
             (*PROMPTS, *OUTPUT),
             exact=False,
@@ -122,6 +123,14 @@ def _from_client() -> list[Valid]:
             "a stream whose first prompt has two images, sent again with a token",
             _generate(*PROMPTS, *OUTPUT, *MEDIA, n=2, sampling={"max_new_tokens": 8}, stream=True, media=IMAGES),
             (*PROMPTS, *OUTPUT, *MEDIA),
+            exact=False,
+        ),
+        Valid(
+            "generate-experts",
+            way,
+            "with the experts of each token",
+            _generate(*PROMPTS, routed_experts=True),
+            PROMPTS,
             exact=False,
         ),
         Valid("credit", way, "100 tokens of stream 1 were taken", {"type": "credit", "id": 1, "taken": 100}),
@@ -139,6 +148,11 @@ def _to_client() -> list[Valid]:
         Array("prompt_top_ids", "int32", (2, 2), (-1, -1, 22, 7)),
         floats("prompt_top_logprobs", (2, 2), 0.0, 0.0, -1.5, -2.5),
     )
+    states = floats("hidden_states", (2, 3), 0.5, -1.0, 2.0, 0.25, 0.0, -4.0)
+    hidden = (ids("tokens", 31, 32), states)
+    experts = Array("routed_experts", "int16", (8, 2), (0, 5, 3, 1, 2, 4, 0, 1, 7, 6, 1, 0, 5, 2, 3, 4))
+    with_experts = (ids("output", 31, 32, 33), lengths("output_lengths", 2, 1), experts)
+    with_hidden = (ids("output", 31, 32), lengths("output_lengths", 2), states)
     top = (ids("tokens", 31, 32), *details)
     whole = (ids("output", 31, 32), lengths("output_lengths", 0, 2), *details)
     output = (ids("output", 31, 32, 33, 41), lengths("output_lengths", 3, 1), floats("logprobs", (4,), -0.5, -0.25, 0.0, -1.0))
@@ -182,6 +196,46 @@ def _to_client() -> list[Valid]:
                 "prompts": [[1, 0, 2]],
             },
             top,
+        ),
+        Valid(
+            "tokens-hidden",
+            way,
+            "two tokens with their hidden states",
+            {"type": "tokens", "runs": [[1, 0, 0, 2, 3]], "frames": _specs(*hidden)},
+            hidden,
+        ),
+        Valid(
+            "generated-hidden",
+            way,
+            "with the hidden states of the tokens",
+            {
+                "type": "generated",
+                "id": 1,
+                "version": 3,
+                "usage": [1, 3, 2, 0],
+                "timings": [150, 70000],
+                "ended": [[0, "length", None]],
+                "spans": [[[3, 2]]],
+                "frames": _specs(*with_hidden),
+            },
+            with_hidden,
+        ),
+        Valid(
+            "generated-experts",
+            way,
+            "of a prompt of three tokens: the experts of the first sequence, in two layers; the second one was interrupted",
+            {
+                "type": "generated",
+                "id": 1,
+                "version": 3,
+                "usage": [2, 3, 3, 0],
+                "timings": [150, 70000],
+                "ended": [[0, "length", None], [1, "interrupted", None]],
+                "spans": [[[3, 2]], [[3, 1]]],
+                "frames": _specs(*with_experts),
+                "experts": [4, 0],
+            },
+            with_experts,
         ),
         Valid(
             "generated-top",
@@ -228,6 +282,8 @@ def _workers() -> list[Valid]:
     none = (ids("tokens"),)
     blocks = (Array("stored", "uint64", (2, 2), (0, 11, 11, 1 << 40)), Array("removed", "uint64", (1,), (9,)))
     gone = (Array("stored", "uint64", (0, 2), ()), Array("removed", "uint64", (0,), ()))
+    routed = (ids("tokens", 33), Array("routed_experts", "int16", (4, 2), (0, 5, 3, 1, 2, 4, 0, 1)))
+    hidden = (ids("tokens", 33), floats("hidden_states", (1, 3), 0.5, -1.0, 2.0))
     top = (
         ids("tokens", 33),
         floats("logprobs", (1,), -0.5),
@@ -275,6 +331,33 @@ def _workers() -> list[Valid]:
             top,
         ),
         Valid(
+            "progress-hidden",
+            "worker-coordinator",
+            "a token with its hidden state",
+            {
+                "type": "progress",
+                "epoch": EPOCH,
+                "version": 4,
+                "steps": [[8, 0, 0, 1, "", None]],
+                "frames": _specs(*hidden),
+            },
+            hidden,
+        ),
+        Valid(
+            "progress-experts",
+            "worker-coordinator",
+            "the end of a sequence, with the experts of its two tokens before the last one, in two layers",
+            {
+                "type": "progress",
+                "epoch": EPOCH,
+                "version": 4,
+                "steps": [[8, 0, 0, 1, "stop", 33]],
+                "frames": _specs(*routed),
+                "experts": [[8, 0, 2]],
+            },
+            routed,
+        ),
+        Valid(
             "prefix-blocks",
             "worker-coordinator",
             "the engine has evicted a block, and has two others, the second after the first",
@@ -317,6 +400,8 @@ def _workers() -> list[Valid]:
                 "prompt_logprobs": 2,
                 "priority": 5,
                 "adapter": "french",
+                "hidden_states": True,
+                "routed_experts": True,
             },
             prompt,
             exact=False,
@@ -386,7 +471,7 @@ def _parameters() -> list[Invalid]:
 
 def _requests() -> list[Invalid]:
     bad, c, m = "bad_request", "content", "model"
-    output, one = ids("output", 1), {"max_new_tokens": 1}
+    output, one, four = ids("output", 1), {"max_new_tokens": 1}, {"max_new_tokens": 4}
     few = (*PROMPTS, ids("output"), lengths("output_lengths", 0))
     more = (*PROMPTS, output, lengths("output_lengths", 2, 0))
     whole = (*PROMPTS, output, lengths("output_lengths", 1, 0))
@@ -403,7 +488,15 @@ def _requests() -> list[Invalid]:
         _refused("too-long", "2 + 15 of 16", bad, "items[0]", stage=m, model="generating", sampling={"max_new_tokens": 15}),
         _refused("adapter-unknown", "these workers have none", bad, "adapter", stage=m, model="generating", adapter="french"),
         _refused("adapter-long", "129 characters", bad, "adapter", stage="header", adapter="a" * 129),
-        _refused("by-scoring", "this model scores", bad, "type", stage=m, model="causal", sampling={"max_new_tokens": 4}),
+        _refused("hidden-and-stop", "one", bad, "sampling.stop", stage=c, sampling={"stop": ["a"]}, hidden_states=True),
+        _refused("experts-and-stream", "none", bad, "routed_experts", stage=c, routed_experts=True, stream=True),
+        _refused(
+            "experts-without", "none", bad, "routed_experts", stage=m, model="generating", sampling=four, routed_experts=True
+        ),
+        _refused(
+            "hidden-without", "none", bad, "hidden_states", stage=m, model="generating", sampling=four, hidden_states=True
+        ),
+        _refused("by-scoring", "this model scores", bad, "type", stage=m, model="causal", sampling=four),
     ]  # fmt: skip
 
 

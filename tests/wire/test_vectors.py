@@ -28,7 +28,7 @@ UNIONS = {
 }
 DECODERS: "dict[str, msgspec.msgpack.Decoder[Any]]" = {way: msgspec.msgpack.Decoder(union) for way, union in UNIONS.items()}
 MAX_BYTES = 4 << 20
-CODES_OF_DTYPES = {"int32": "i", "uint32": "I", "uint64": "Q", "float32": "f", "uint8": "B"}
+CODES_OF_DTYPES = {"int32": "i", "uint32": "I", "uint64": "Q", "float32": "f", "uint8": "B", "int16": "h"}
 
 FILE: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
 VECTORS: list[dict[str, Any]] = FILE["vectors"]

@@ -109,10 +109,11 @@ class SimEngine:
     def _generating(o: SimOptions, can: Capabilities) -> Capabilities:
         """`can` of an engine that does nothing but generate."""
         return msgspec.structs.replace(
-            can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0, hidden=0,
+            can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0,
             embedding=0, max_item=0, cached_query=0, cached_tokens=0,
             features=("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if o.multimodal else ())),
             adapters=tuple(sorted(o.adapters)),
+            experts=o.experts,
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
@@ -185,6 +186,10 @@ class SimEngine:
             raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
         if task.adapter and task.adapter not in self._capabilities.adapters:
             raise EngineError(f"adapter: this engine has no {task.adapter!r}")
+        if task.hidden_states and not self.options.hidden:
+            raise EngineError("hidden_states: options.hidden is 0")
+        if task.routed_experts and not self.options.experts[0]:
+            raise EngineError("routed_experts: options.experts is [0, 0]")
         await self._generator.generate(task, emit)
 
     def _weights_now(self) -> Weights:

@@ -12,7 +12,7 @@ from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.sim.prefix_cache import BLOCK, SimPrefixCache
-from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, top_of
+from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, routed_experts, top_of
 
 
 def media_ids(media: Sequence[TaskMedium]) -> bytes:
@@ -167,8 +167,10 @@ class SimGenerator:
         return tokens
 
     def _next(self, entry: _Entry, i: int, weights: Weights) -> None:
-        task = entry.task
+        task, states = entry.task, None
         adapted = weights.with_adapter(task.adapter) if task.adapter else weights
+        if task.hidden_states:
+            states = entry.sequences[i].hidden_state(adapted, self._options.hidden)
         token, logprob, reason = drawn = entry.sequences[i].next(adapted)
         entry.output[i].append(token)
         if reason:
@@ -176,6 +178,11 @@ class SimGenerator:
             self.cache.add(entry.prompt + entry.output[i].tobytes(), weights, task.adapter)
         matched = token if reason == "stop" else None
         new = NewTokens(i, (token,), (logprob,) if task.logprobs else (), reason, matched, entry.cached if not i else None)
+        if states is not None:
+            new = new._replace(hidden_states=states)
+        if reason and task.routed_experts:
+            whole = entry.prompt + entry.output[i].tobytes()
+            new = new._replace(routed_experts=routed_experts(whole, self._options.experts, weights))
         if task.top_logprobs:
             ids, logprobs = top_of(drawn, task.top_logprobs, self._options.vocab)
             new = new._replace(top_ids=(ids,), top_logprobs=(logprobs,))

@@ -66,7 +66,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
     depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
-    reports them. `adapters`: names of the LoRA adapters that it generates with.
+    reports them. `adapters`: names of the LoRA adapters that it generates with. `experts`: [layers, k] of routed experts, where
+    it generates.
     """
 
     kind: Kind = "causal"
@@ -74,6 +75,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int = 32_768
     labels: int = 1
     hidden: int = 0
+    experts: tuple[int, int] = (0, 0)
     embedding: int = 0
     batch_tokens: int = 16_384
     batch_rows: int = 256
@@ -120,6 +122,10 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         raise ValueError(f"options of engine sim: separator = {read.separator}: must be a token id, 0 to {read.vocab - 1}")
     if read.kind == "embedding" and not read.embedding:
         raise ValueError("options of engine sim: embedding = 0: must be more than 0 where kind is 'embedding'")
+    if not (min(read.experts) > 0 or read.experts == (0, 0)):
+        raise ValueError(
+            f"options of engine sim: experts = {list(read.experts)}: must be [layers, k], each more than 0, or [0, 0]"
+        )
     for key in (
         "hidden",
         "embedding",

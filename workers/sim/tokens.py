@@ -8,7 +8,9 @@ With the names of `scores`, for the ids p of the prompt and the output so far, a
     its logprob: the logarithm of ((h >> 41) + 0.5) / 2**23
 
 The most probable tokens in its place are (token + i) modulo vocab, with its logprob less i, for i from 0 on. The logprob of
-a token of the prompt is computed as that of a new one, for p up to and with it, and NaN for the first one.
+a token of the prompt is computed as that of a new one, for p up to and with it, and NaN for the first one. The hidden state
+from which a token is chosen are the u of `scores` with the columns c = 2**35, 2**35 + 1, … The experts to which a token is
+routed are 128 u, rounded down, with the columns c = 2**36, 2**36 + 1, …, layer by layer, for p up to and with it.
 
 The first token of a sample s > 0 has h = mix((crc + 1) * k + A * s), unless the temperature is 0. END ends a sequence, as the
 token ids do that its request names; `ignore_eos` lets both pass. Before `min_new_tokens` both are forbidden, and always END as
@@ -25,15 +27,19 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from enginepool.protocol.messages import Sampling
+from enginepool.workers.engine import Floats
 from enginepool.workers.sim.operation import Weights
-from enginepool.workers.sim.scores import A, C, mix, salt_of
+from enginepool.workers.sim.scores import A, C, mix, salt_of, uniform
 
 #: the token with which the model ends a text
 END = 2
 #: one in so many tokens is END
 END_EVERY = 100
-_COLUMN = 1 << 34
+_COLUMN, _STATES, _EXPERTS = 1 << 34, 1 << 35, 1 << 36
 _64 = (1 << 64) - 1
 _32 = 1 << 32
 
@@ -68,6 +74,10 @@ class SimSequence:
         self._forbidden, self._early = {END} | disallowed, self._stops | disallowed
         #: tokens so far
         self.count = 0
+
+    def hidden_state(self, weights: Weights, size: int) -> Floats:
+        """float32 [1, size]: from which its next token is chosen."""
+        return uniform(np.array([self._crc + 1], np.uint64), range(_STATES, _STATES + size), salt_of(weights))
 
     def next(self, weights: Weights) -> Drawn:
         """Its next token, by these weights."""
@@ -110,6 +120,15 @@ def prompt_logprobs(prompt: bytes | memoryview, count: int, weights: Weights) ->
         crc = zlib.crc32(prompt[first : first + 4], crc)
         out.append(math.log(((mix((crc + 1) * factor & _64) >> 41) + 0.5) / 2**23) if first else math.nan)
     return out
+
+
+def routed_experts(tokens: bytes | memoryview, shape: tuple[int, int], weights: Weights) -> npt.NDArray[np.int16]:
+    """int16 [tokens - 1, layers, k], of prompt and output as bytes of int32, by the weights of now."""
+    crcs, (layers, k) = [0], shape
+    for first in range(0, len(tokens) - 4, 4):
+        crcs.append(zlib.crc32(tokens[first : first + 4], crcs[-1]))
+    u = uniform(np.array(crcs[1:], np.uint64) + 1, range(_EXPERTS, _EXPERTS + layers * k), salt_of(weights))
+    return (128 * u).astype(np.int16).reshape(-1, layers, k)
 
 
 def prompt_top_of(
@@ -170,6 +189,18 @@ def expected_output(
         logprobs.append(drawn.logprob)
         if drawn.reason:
             return tokens, array("f", logprobs).tolist(), drawn.reason
+
+
+def expected_states(prompt: Sequence[int], output: Sequence[int], size: int) -> Floats:
+    """float32 [output, size]: the hidden states from which these tokens are chosen, by weights of version 0."""
+    ends = range(len(prompt), len(prompt) + len(output))
+    crcs = [zlib.crc32(_bytes([*prompt, *output][:end])) + 1 for end in ends]
+    return uniform(np.array(crcs, np.uint64), range(_STATES, _STATES + size), salt_of(Weights()))
+
+
+def expected_experts(prompt: Sequence[int], output: Sequence[int], shape: tuple[int, int]) -> npt.NDArray[np.int16]:
+    """As `routed_experts`, by weights of version 0."""
+    return routed_experts(_bytes([*prompt, *output]), shape, Weights())
 
 
 def _bytes(tokens: Sequence[int]) -> bytes:

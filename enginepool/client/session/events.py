@@ -179,7 +179,7 @@ class Fail(SessionEffect, frozen=True):
 class StreamPart(SessionEffect, frozen=True):
     """The next tokens of a sequence of stream `id`, as bytes of int32, which weights of `version` computed; as many `logprobs`,
     as bytes of float32, if asked for (with `top_logprobs`: their columns). `end`: the sequence has ended, after these tokens or
-    without more."""
+    without more. `hidden_states`: of these tokens, as bytes of float32, if asked for."""
 
     id: int
     sequence: int
@@ -187,6 +187,7 @@ class StreamPart(SessionEffect, frozen=True):
     logprobs: bytes = b""
     version: int = 0
     end: SequenceEnd | None = None
+    hidden_states: bytes = b""
 
 
 class UpdateStep(SessionEffect, frozen=True):

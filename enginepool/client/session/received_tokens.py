@@ -38,6 +38,8 @@ class ReceivedTokens:
         self.sequences = [GeneratedSequence(tokens) for tokens in brought_tokens(frames[2 : len(frames) - self._media], rows)]
         for end in request.ended:
             self.sequences[end.sequence].end = end
+        #: bytes of a hidden state; 0: none has arrived
+        self._row = 0
         #: by the number of a prompt: the columns of its tokens
         self.prompts: dict[int, Buffer] = {}
         #: tokens that arrived, and that the caller has taken, since the request was first sent; taken <= received
@@ -49,7 +51,7 @@ class ReceivedTokens:
 
     # --- tokens --------------------------------------------------------------------------------------------------------
 
-    def run(self, run: Run, tokens: Buffer, logprobs: Buffer) -> StreamPart | None:
+    def run(self, run: Run, tokens: Buffer, logprobs: Buffer, hidden_states: Buffer = b"") -> StreamPart | None:
         """The tokens of `run`, as bytes. None: they had all arrived before.
 
         Raises:
@@ -72,9 +74,18 @@ class ReceivedTokens:
             raise _malformed(run.id, f"sequence {run.sequence}: tokens without their logprobs")
         new = bytes(tokens[4 * old :])
         chances = bytes(logprobs[width * old :]) if width else b""
-        sequence.extend(new, chances, run.version)
+        states = self._states(run, hidden_states, old) if self._request.hidden_states else b""
+        sequence.extend(new, chances, run.version, states)
         self.received += run.count - old
-        return StreamPart(run.id, run.sequence, new, chances, run.version)
+        return StreamPart(run.id, run.sequence, new, chances, run.version, hidden_states=states)
+
+    def _states(self, run: Run, hidden_states: Buffer, old: int) -> bytes:
+        """The hidden states of the tokens of `run`, of which the first `old` had arrived before. Raises WireError."""
+        row = len(hidden_states) // run.count
+        if not row or row != (self._row or row):
+            raise _malformed(run.id, f"sequence {run.sequence}: tokens without their hidden states")
+        self._row = row
+        return bytes(hidden_states[row * old :])
 
     def prompt(self, id_: int, number: int, width: int, columns: Buffer) -> None:
         """The log-probabilities of a prompt, with so many elements for each of its tokens. Raises WireError."""
@@ -159,7 +170,10 @@ class ReceivedTokens:
             parts += self._missing(answer.id, number, rest)
             whole.append(sequence.answered(rest.end))
         prompts = self.prompts | read_prompts(answer, frames, self._request)
-        return parts, *write_generated(answer, whole, self._request.logprobs, self._request.top_logprobs, prompts)
+        asked = self._request  # no stream has routed experts
+        return parts, *write_generated(
+            answer, whole, asked.logprobs, asked.top_logprobs, prompts, hidden_states=asked.hidden_states
+        )
 
     def _missing(self, id_: int, number: int, rest: AnsweredSequence) -> list[StreamPart]:
         """The parts of a sequence that only the final answer has. They are appended to it."""
@@ -169,7 +183,9 @@ class ReceivedTokens:
             begin, width = first - rest.start, 4 * self._request.width
             tokens = rest.tokens[4 * begin : 4 * (begin + count)]
             logprobs = rest.logprobs[width * begin : width * (begin + count)]
-            part = self.run(Run(id_, number, first, count, version), tokens, logprobs)
+            row = len(rest.hidden_states) // max(rest.stop - rest.start, 1)
+            states = rest.hidden_states[row * begin : row * (begin + count)]
+            part = self.run(Run(id_, number, first, count, version), tokens, logprobs, states)
             first += count
             if part is not None:
                 parts.append(part)

@@ -13,7 +13,7 @@ from enginepool.client.session.pending_requests import PendingRequests
 from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import prompt_top, read_columns, read_prompt_columns
+from enginepool.protocol.generated import hidden_size, prompt_top, read_columns, read_hidden, read_prompt_columns
 from enginepool.protocol.messages import Cancel, Credit, ErrorReply, Generated, SequenceEnd, Tokens
 
 
@@ -36,6 +36,7 @@ class Streams:
         """Tokens of streams arrived; those of requests that were answered or taken back are dropped."""
         columns, top = read_columns(message.frames, frames)
         tokens, logprobs, width = memoryview(frames[0]), memoryview(columns), 1 + 2 * top
+        states, hidden = read_hidden(message.frames, frames), hidden_size(message.frames) or 0
         if message.prompts:
             self._prompts(message, memoryview(read_prompt_columns(message.frames, frames)).cast("B"), now, out)
         parts: dict[tuple[int, int], StreamPart] = {}
@@ -44,7 +45,8 @@ class Streams:
             first, end = end, end + 4 * run.count
             if (stream := self._stream(run.id, now)) is not None:
                 try:
-                    part = stream.run(run, tokens[first:end], logprobs[width * first : width * end])
+                    chances, hidden_states = logprobs[width * first : width * end], states[hidden * first : hidden * end]
+                    part = stream.run(run, tokens[first:end], chances, hidden_states)
                 except WireError as error:
                     self._fail(run.id, error, now, out)
                     continue

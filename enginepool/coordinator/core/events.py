@@ -256,7 +256,8 @@ class TokensGenerated(Event):
     """A worker generated tokens: those of the steps one after the other, as bytes of int32, and of float32 (or none).
     `largest`: of the tokens, as uint32, so that a negative one is larger than any vocabulary; -1: there are none. `cached`,
     `lengths`: as in `GenerationProgress`. `top`: `top_logprobs` of all of them; then `logprobs` are their columns.
-    `prompt_columns`: likewise of the tokens of `prompts`."""
+    `prompt_columns`: likewise of the tokens of `prompts`. `hidden_states`: of these tokens, as bytes of float32, or none;
+    `hidden`: their size. `routed_experts`: of `experts`, one after the other; `expert_shape`: (layers, k) of them."""
 
     link: Link
     epoch: int
@@ -270,6 +271,11 @@ class TokensGenerated(Event):
     prompts: Sequence[tuple[int, int]] = ()
     prompt_columns: Buffer = b""
     lengths: Sequence[tuple[int, int]] = ()
+    hidden_states: Buffer = b""
+    hidden: int = 0
+    experts: Sequence[tuple[int, int, int]] = ()
+    routed_experts: Buffer = b""
+    expert_shape: tuple[int, int] = (0, 0)
 
 
 class PrefixesReported(Event):

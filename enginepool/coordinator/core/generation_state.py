@@ -29,8 +29,14 @@ class RunningSequence(GeneratedSequence):
 
     def begin_again(self) -> None:
         """Drop all tokens but those that the request brought along. The client has none of them."""
-        del self.tokens[self.start :], self.logprobs[:], self.spans[:]
+        del self.tokens[self.start :], self.logprobs[:], self.spans[:], self.hidden_states[:]
         self.workers = ()
+
+    def states(self, at: int, count: int) -> bytes:
+        """The hidden states of so many tokens from a position on; empty: it has none."""
+        row = len(self.hidden_states) // max(len(self.tokens) - self.start, 1)
+        first = row * (at - self.start)
+        return bytes(memoryview(self.hidden_states)[first : first + row * count])
 
     def unsent(self, most: int) -> Iterator[tuple[int, int, int]]:
         """(first, count, version) of the next tokens that the client has not been sent, at most so many in all."""

@@ -15,6 +15,8 @@ from enginepool.protocol.messages import Capabilities
 #: Sizes that a worker can embed in, and characters of its operations, or features. Each status report and some errors have all
 #: of them.
 MAX_NAMES = 1024
+#: Layers, and experts of a token.
+MAX_EXPERTS = 1 << 16
 #: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
 MAX_FORWARDS = 2**31
 
@@ -29,6 +31,7 @@ def impossible(can: Capabilities) -> str:
         and can.vocab > 0
         and can.labels >= 0
         and can.hidden >= 0
+        and (0 < min(can.experts) <= max(can.experts) <= MAX_EXPERTS or can.experts == (0, 0))
         and can.max_item >= 0
         and can.pace >= 0
         and 0 < can.forward_ms <= MOST_FORWARD_MS

@@ -12,6 +12,7 @@ from enginepool.coordinator.requests import exact_version, generations, texts
 from enginepool.coordinator.requests.cached_prompts import count_cached
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.prompt_logprobs import take_prompts
+from enginepool.coordinator.requests.routed_experts import take_experts
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
 from enginepool.protocol.capabilities import halved
@@ -140,11 +141,12 @@ class WorkerReports:
             break
 
     def _details(self, worker: Worker, e: ev.TokensGenerated) -> str:
-        """What a worker says of prompts, with their first tokens. Returns why no engine could have said it, or ""."""
-        if (not e.cached and not e.prompts) or e.epoch != self.core.epoch:
+        """What a worker says of prompts, with their first tokens, and of experts, with the last ones. Returns why no engine
+        could have said it, or ""."""
+        if (not e.cached and not e.prompts and not e.experts) or e.epoch != self.core.epoch:
             return ""
         self.requests.unsent.send()
-        return count_cached(worker, e) or take_prompts(self.requests, worker, e)
+        return count_cached(worker, e) or take_prompts(self.requests, worker, e) or take_experts(worker, e)
 
     def prefixes(self, e: ev.PrefixesReported) -> None:
         """A worker says what its engine has in its prefix cache."""

@@ -114,6 +114,10 @@ class Operation(Protocol[W]):
         """Whether `outputs` are exact. Otherwise they are a guess, and no request is finally refused because of a guess."""
         ...
 
+    def charge(self, work: W, can: Capabilities | None) -> tuple[int, int] | None:
+        """What `memory.charge` says, of an operation whose answers are no rows of `outputs`."""
+        return None
+
     def tokenize(self, work: W, task: TaskId) -> Tokenize:
         """The message that asks a worker for the ids of `work`, which is text."""
         ...

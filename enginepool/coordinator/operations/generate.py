@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, signature
-from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, SEQUENCE_BYTES
+from enginepool.coordinator.requests.memory import UNKNOWN_EXPERTS, UNKNOWN_HIDDEN
+from enginepool.protocol.basis import ELEMENT_BYTES, EXPERT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, SEQUENCE_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames
 from enginepool.protocol.generated import brought_tokens
@@ -43,7 +44,8 @@ _UNTAKEN = {
 
 class GenerateWork(Work, frozen=True, gc=False):
     """A request to generate. `output`: the tokens that it brings along, and how many each sequence has; empty without any.
-    `output_max`: the largest of them, or -1. `width`: elements of each token in its answer, besides its id."""
+    `output_max`: the largest of them, or -1. `width`: elements of each token in its answer, besides its id and its hidden
+    state. `without_details`: its charge without hidden states and routed experts, whose sizes only a worker knows."""
 
     n: int = 1
     sampling: Sampling = Sampling()
@@ -59,6 +61,9 @@ class GenerateWork(Work, frozen=True, gc=False):
     width: int = 0
     media: RequestMedia = RequestMedia()
     adapter: str = ""
+    hidden_states: bool = False
+    routed_experts: bool = False
+    without_details: tuple[int, int] = (0, 0)
 
     def brought(self) -> Iterator[memoryview]:
         """The tokens that each sequence brings along, as bytes of int32."""
@@ -101,6 +106,15 @@ class GenerateOperation(Operation[GenerateWork]):
             specs, frames = specs[:-2], frames[:-2]
             if message.prompt_logprobs:
                 raise bad("prompt_logprobs", "prompt_logprobs: given with media, whose tokens have none; false", "")
+        if message.hidden_states and sampling.stop:
+            # SGLang keeps tokens back that may begin a stop string, and then gives one hidden state for several tokens.
+            raise bad("sampling.stop", "sampling.stop: given with hidden_states; use stop_token_ids or stop_regex", "")
+        if message.routed_experts and message.stream:
+            raise bad(
+                "routed_experts", "routed_experts: given with stream; a request without stream has them in its answer", "false"
+            )
+        if message.routed_experts and message.media:
+            raise bad("routed_experts", "routed_experts: given with media, whose tokens have none; false", "false")
         output = _read_output(specs[2:], frames[2:], rows) if len(frames) > 2 or len(specs) > 2 else ()
         _check_ended(message.ended, output, rows, sampling.max_new_tokens)
         nbytes = sum(map(len, (*frames, *media.frames)))
@@ -108,7 +122,8 @@ class GenerateOperation(Operation[GenerateWork]):
             (
                 self.name, message.group, message.n, msgspec.msgpack.encode(sampling), message.stream, message.logprobs,
                 message.top_logprobs, message.prompt_logprobs, message.partial, message.min_version, message.version,
-                message.adapter, tuple(message.media), *media.frames, *frames[:2],
+                message.hidden_states, message.routed_experts, message.adapter, tuple(message.media), *media.frames,
+                *frames[:2],
             )
         )  # fmt: skip
         answer = RESULT_BYTES + rows * (SEQUENCE_BYTES + ELEMENT_BYTES * message.columns)
@@ -119,10 +134,12 @@ class GenerateOperation(Operation[GenerateWork]):
             held += ELEMENT_BYTES * (tokens + prompts)  # a text becomes at most one id for each byte
         return GenerateWork(
             self, _SIGNATURE, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
-            Part(specs[:2], operation=self.name), tuple(frames[:2]), values=message.values, charge=(answer, held),
-            n=message.n, sampling=sampling, stream=message.stream, credit=message.credit, logprobs=message.logprobs,
-            top_logprobs=message.top_logprobs, prompt_logprobs=message.prompt_logprobs, width=message.width,
-            partial=message.partial, output=output, output_max=_largest(output), ended=tuple(message.ended),
+            Part(specs[:2], operation=self.name), tuple(frames[:2]), values=message.values,
+            charge=None if message.hidden_states or message.routed_experts else (answer, held),
+            without_details=(answer, held), n=message.n, sampling=sampling, stream=message.stream, credit=message.credit,
+            logprobs=message.logprobs, top_logprobs=message.top_logprobs, prompt_logprobs=message.prompt_logprobs,
+            width=message.width, partial=message.partial, output=output, output_max=_largest(output),
+            ended=tuple(message.ended), hidden_states=message.hidden_states, routed_experts=message.routed_experts,
             media=media,
             adapter=message.adapter,
         )  # fmt: skip
@@ -142,6 +159,8 @@ class GenerateOperation(Operation[GenerateWork]):
         if work.top_logprobs > can.vocab:
             text = f"top_logprobs: {work.top_logprobs}; the vocabulary has {can.vocab} tokens"
             return bad("top_logprobs", text, str(can.vocab))
+        if wrong := _missing_details(work, can):
+            return wrong
         if work.output_max >= can.vocab:
             return bad("output", f"output: token id {work.output_max} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := refuse_ids(work, can):
@@ -155,13 +174,38 @@ class GenerateOperation(Operation[GenerateWork]):
         return None
 
     def outputs(self, work: GenerateWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
-        return (("output", work.sampling.max_new_tokens * (1 + work.width)),)
+        tokens = work.sampling.max_new_tokens
+        output = ("output", tokens * (1 + work.width))
+        if not work.hidden_states:
+            return (output,)
+        return output, ("hidden_states", tokens * ((0 if can is None else can.hidden) or UNKNOWN_HIDDEN))
 
     def knows_outputs(self, work: GenerateWork, can: Capabilities | None) -> bool:
-        return True
+        if can is None:
+            return not (work.hidden_states or work.routed_experts)
+        return not (work.hidden_states and not can.hidden) and not (work.routed_experts and not can.experts[0])
+
+    def charge(self, work: GenerateWork, can: Capabilities | None) -> tuple[int, int]:
+        answer, held = work.without_details
+        more = ELEMENT_BYTES * work.rows * sum(columns for name, columns in self.outputs(work, can) if name != "output")
+        if work.routed_experts:
+            layers, k = (0, 0) if can is None else can.experts
+            tokens = work.n * work.tokens + work.rows * work.sampling.max_new_tokens
+            more += EXPERT_BYTES * tokens * (layers * k or UNKNOWN_EXPERTS)
+        return answer + more, held + 2 * more
 
     def tokenize(self, work: GenerateWork, task: TaskId) -> Tokenize:
         return Tokenize(task, work.part.frames, operation=self.name)
+
+
+def _missing_details(work: GenerateWork, can: Capabilities) -> WireError | None:
+    if work.hidden_states and not can.hidden:
+        text = "hidden_states: the workers of this group return none; SGLang needs the option enable_return_hidden_states"
+        return bad("hidden_states", f"{text}, and no speculative decoding", "false")
+    if work.routed_experts and not can.experts[0]:
+        text = "routed_experts: the workers of this group return none; SGLang needs a model with experts and the option"
+        return bad("routed_experts", f"{text} enable_return_routed_experts, and no speculative decoding", "false")
+    return None
 
 
 def _missing_feature(sampling: Sampling, can: Capabilities) -> WireError | None:

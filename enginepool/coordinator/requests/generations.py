@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
-from math import isnan
 from typing import Protocol
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
-from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
+from enginepool.coordinator.core.generation_state import GenerationState
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.participants import note_sequence, places
 from enginepool.coordinator.core.request import Request, RunningBatch
@@ -17,7 +16,8 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_batch, shrink_batch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests.stream_messages import StreamMessages, UnsentTokens, send_prompts
+from enginepool.coordinator.requests.step_checks import impossible_step, not_a_number, of_another_model
+from enginepool.coordinator.requests.stream_messages import MOST_STATES, StreamMessages, UnsentTokens, in_pieces, send_prompts
 from enginepool.coordinator.scheduling.generation_slots import expected_tokens, prompt_length, remember
 from enginepool.coordinator.scheduling.preemption import to_preempt
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN
@@ -58,13 +58,12 @@ class StreamRequests(Protocol):
 
 def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -> str:
     """A worker generated tokens. Returns why no engine could have generated them, or ""."""
-    core, batches = requests.core, worker.batches
+    core, batches, hidden = requests.core, worker.batches, e.hidden
     if e.epoch != core.epoch:
         return ""
-    out = requests.unsent.of(e.top, len(e.tokens) + len(e.logprobs))
-    can = worker.capabilities
-    if can is not None and e.largest >= can.vocab:
-        return f"it generated a token id that is outside 0..{can.vocab - 1}"  # which would go to other engines as a prompt
+    out = requests.unsent.of(e.top, hidden > 0, len(e.tokens) + len(e.logprobs) + len(e.hidden_states))
+    if (can := worker.capabilities) is not None and (wrong := of_another_model(e, can)):
+        return wrong
     finished, more = list[Request](), dict[Request, None]()
     failed: list[tuple[Request, str]] = []
     tokens, logprobs, epoch, version, end = e.tokens, e.logprobs, e.epoch, e.version, 0
@@ -85,17 +84,18 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             wrong = f"it generated sequence {step.sequence} of {stop - start}"
             break
         sequence = state.sequences[place]
-        if wrong := _impossible(work, sequence, step, width):
+        if wrong := impossible_step(work, sequence, step, width, hidden):
             wrong = f"it generated for request {request!r}: {wrong}"
             break
         if step.count:
             part = tokens[first:end]
             chances = logprobs[first * width : end * width] if work.logprobs else none
-            sequence.extend(part, chances, version)
-            if work.logprobs and any(isnan(logprob) for logprob in chances.cast("f")):
-                failed.append((request, f"the logprob of a token of sequence {place} is NaN"))
+            states = e.hidden_states[first * hidden : end * hidden] if hidden else b""
+            sequence.extend(part, chances, version, states)
+            if (work.logprobs or hidden) and (what := not_a_number(chances, states)):
+                failed.append((request, f"the {what} of a token of sequence {place} is NaN"))
                 continue
-            if work.stream and _pass_on(out, request, Run(request.id, place, step.at, step.count, version), part, chances):
+            if work.stream and _pass_on(out, request, place, step, version, part, chances, states):
                 more[request] = None
         if step.reason == "error":
             failed.append((request, str(step.matched)))
@@ -118,36 +118,27 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     return wrong
 
 
-def _pass_on(out: StreamMessages, request: Request, run: Run, tokens: Buffer, logprobs: Buffer) -> bool:
+def _pass_on(
+    out: StreamMessages,
+    request: Request,
+    place: int,
+    step: Step,
+    version: int,
+    tokens: Buffer,
+    logprobs: Buffer,
+    states: Buffer,
+) -> bool:
     """Send these tokens to the client of a stream if it has credit for all of them. Returns whether it has credit for a part of
     them only."""
     state = request.generation
     assert state is not None
-    if run.sequence not in state.behind and state.sent + run.count <= state.taken + state.credit:
-        state.sequences[run.sequence].sent += run.count
-        state.sent += run.count
-        out.run(request.client, run, tokens, logprobs)
+    if place not in state.behind and state.sent + step.count <= state.taken + state.credit:
+        state.sequences[place].sent += step.count
+        state.sent += step.count
+        out.run(request.client, Run(request.id, place, step.at, step.count, version), tokens, logprobs, states)
         return False
-    state.behind[run.sequence] = None
+    state.behind[place] = None
     return state.sent < state.taken + state.credit
-
-
-def _impossible(work: GenerateWork, sequence: RunningSequence, step: Step, width: int) -> str:
-    """Why an engine cannot have generated this, or ""."""
-    if step.reason == "error" and not step.count:
-        return ""  # of a task that the worker cannot read, it does not know the position
-    has, most = len(sequence.tokens), work.sampling.max_new_tokens
-    if step.at == has and has + step.count <= most and work.width == width and sequence.end is None:
-        return ""  # as nearly all of them
-    if sequence.end is not None:
-        return f"sequence {step.sequence}: more after its end"
-    if step.at != has:
-        return f"sequence {step.sequence}: position {step.at}, after {has} tokens"
-    if has + step.count > most:
-        return f"sequence {step.sequence}: {has + step.count} tokens, of max_new_tokens = {most}"
-    if work.width != width and step.count and (work.width or width > 1):
-        return f"sequence {step.sequence}: {width} logprobs of each token, instead of {work.width}"
-    return ""
 
 
 def _ended(core: Context, batch: RunningBatch, request: Request, place: int) -> None:
@@ -194,16 +185,21 @@ def flush(core: Context, request: Request) -> None:
     """Send what waits here and the client has credit for."""
     state, work = request.generation, request.work
     assert state is not None and isinstance(work, GenerateWork)
-    out = StreamMessages(work.top_logprobs)
+    out, waiting = StreamMessages(work.top_logprobs), 0
     for place in () if state.expected else tuple(state.behind):
         sequence, room = state.sequences[place], state.taken + state.credit - state.sent
         if sequence.sent < len(sequence.tokens) and not room:
             break
-        for at, count, version in list(sequence.unsent(room)):
+        for at, count, version in in_pieces(sequence.unsent(room), len(sequence.states(sequence.start, 1))):
             tokens = memoryview(sequence.tokens)[at : at + count].tobytes()
             first, width = at - sequence.start, work.width
             chances = memoryview(sequence.logprobs)[width * first : width * (first + count)].tobytes()
-            out.run(request.client, Run(request.id, place, at, count, version), tokens, chances)
+            states = sequence.states(at, count)
+            waiting += len(states)
+            if waiting > MOST_STATES:
+                out.send(core)
+                waiting = len(states)
+            out.run(request.client, Run(request.id, place, at, count, version), tokens, chances, states)
             sequence.sent += count
             state.sent += count
         if sequence.sent == len(sequence.tokens):
@@ -329,5 +325,9 @@ def answer(requests: StreamRequests, request: Request) -> None:
     empty = Generated(
         request.id, request.group.version, usage, timings, [], [], [], workers=request.workers, places=places(request)
     )
-    message, frames = write_generated(empty, answered, work.logprobs, work.top_logprobs, state.prompts)
+    can = request.group.sizes
+    experts = None if not work.routed_experts else (0, 0) if can is None else can.experts
+    message, frames = write_generated(
+        empty, answered, work.logprobs, work.top_logprobs, state.prompts, hidden_states=work.hidden_states, experts=experts
+    )
     requests.finish_with(request, message, frames)

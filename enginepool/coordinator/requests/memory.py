@@ -17,6 +17,8 @@ from enginepool.protocol.messages import Capabilities, ErrorReply
 #: assumed columns of a classifier's scores, and of hidden states, until a worker says how many there are
 UNKNOWN_LABELS = 1024
 UNKNOWN_HIDDEN = 16_384
+#: assumed experts of a token, in all layers together
+UNKNOWN_EXPERTS = 1024
 #: when a request that found no memory is sent again
 NO_MEMORY_MS = 1000
 #: share of a memory bound above which the configured buffers come close to it
@@ -50,8 +52,8 @@ def answer_bytes(work: Work, can: Capabilities | None) -> int:
 
 def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
     """(`answer_bytes`, `answer_bytes + request_bytes`) of `work`."""
-    if work.charge is not None:
-        return work.charge
+    if found := work.charge or work.operation.charge(work, can):
+        return found
     answer = answer_bytes(work, can)
     return answer, request_bytes(work) + answer
 

@@ -147,6 +147,7 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
         prompt_logprobs=_wanted_of_prompt(batch) if work.prompt_logprobs else 0, priority=request.priority,
         media=media,
         adapter=work.adapter,
+        hidden_states=work.hidden_states, routed_experts=work.routed_experts,
     )  # fmt: skip
     return message, [prompt, *frames]
 

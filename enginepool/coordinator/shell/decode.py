@@ -19,7 +19,16 @@ from enginepool.coordinator.weights.publish_validation import check_names, check
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
-from enginepool.protocol.generated import prompt_top, read_columns, read_prompt_columns, token_width
+from enginepool.protocol.generated import (
+    check_columns,
+    expert_shape,
+    hidden_size,
+    prompt_top,
+    read_columns,
+    read_experts,
+    read_hidden,
+    read_prompt_columns,
+)
 from enginepool.protocol.roles import FROM_CLIENT
 
 #: ranks of one worker; their sum over all members is sent to each
@@ -206,7 +215,7 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
         total += step.count
     found = [(spec.name, spec.dtype, spec.shape) for spec in progress.frames]
     tokens, logprobs = ("tokens", "int32", (total,)), ("logprobs", "float32", (total,))
-    if progress.prompts or found not in ([tokens], [tokens, logprobs]):
+    if progress.prompts or progress.experts or found not in ([tokens], [tokens, logprobs]):
         return _detailed(now, link, progress, frames, total)
     views = [memoryview(frame).cast("B") for frame in frames]
     chances = views[1] if len(views) > 1 else memoryview(b"")
@@ -219,13 +228,15 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
 
 def _detailed(now: float, link: Link, progress: m.GenerationProgress, frames: Sequence[Buffer], total: int) -> ev.Event:
     """`progress` that has more than tokens and their logprobs."""
-    token_width(progress.frames, total, progress.prompts)
+    check_columns(progress.frames, total, progress.prompts, progress.experts)
     columns, top = read_columns(progress.frames, frames)
     ids = np.frombuffer(b"".join((frames[0], frames[2] if top else b"")), np.uint32)
     return ev.TokensGenerated(
         now, link, progress.epoch, progress.version, progress.steps, memoryview(frames[0]).cast("B"),
         memoryview(columns).cast("B"), int(ids.max()) if ids.size else -1, progress.cached, top or prompt_top(progress.frames),
         progress.prompts, read_prompt_columns(progress.frames, frames) if progress.prompts else b"", progress.lengths,
+        read_hidden(progress.frames, frames), hidden_size(progress.frames) or 0, progress.experts,
+        read_experts(progress.frames, frames), expert_shape(progress.frames, [rows for *_, rows in progress.experts]),
     )  # fmt: skip
 
 

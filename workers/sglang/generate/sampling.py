@@ -47,6 +47,12 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
         raise EngineError(f"prompt_logprobs: {task.prompt_logprobs}; the prompt has {prompt.size} tokens")
     if task.adapter and task.adapter not in can.adapters:
         raise EngineError(f"adapter: {task.adapter!r}; this engine has {', '.join(can.adapters) or 'no adapters'}")
+    if task.hidden_states and not can.hidden:
+        raise EngineError("hidden_states: this engine returns none; it needs the option enable_return_hidden_states")
+    if task.hidden_states and s.stop:
+        raise EngineError(f"hidden_states: given with stop = {s.stop}; SGLang gives several tokens at once then")
+    if task.routed_experts and not can.experts[0]:
+        raise EngineError("routed_experts: this engine returns none; it needs the option enable_return_routed_experts")
     wrong = next((token for token in s.stop_token_ids if not 0 <= token < can.vocab), None)
     if wrong is not None:
         raise EngineError(f"stop_token_ids: {wrong} is outside 0..{can.vocab - 1}")

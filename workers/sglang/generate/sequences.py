@@ -114,6 +114,9 @@ class EngineGeneration:
             return_logprob=task.logprobs or bool(task.prompt_logprobs and not sequence),
             logprob_start_len=0 if task.prompt_logprobs and not sequence else -1,
             top_logprobs_num=task.top_logprobs,
+            # Not `True`: each message would have those of all tokens so far, the prompt's among them.
+            return_hidden_states="last" if task.hidden_states else False,
+            return_routed_experts=task.routed_experts,
             require_reasoning=task.sampling.require_reasoning,
             lora_path=task.adapter or None,
             priority=task.priority * self._priority_sign if self._priority_sign else None,
@@ -146,7 +149,10 @@ class Sequences:
         self._prefills: dict[int, Prefill] = {}
         self._prefilled = asyncio.Event()
         #: the task asks for more than tokens and their logprobs
-        self._detail = bool(task.top_logprobs or task.prompt_logprobs or task.media)
+        details = task.top_logprobs or task.prompt_logprobs or task.media or task.hidden_states or task.routed_experts
+        self._detail = bool(details)
+        #: by sequence, where routed experts are asked for
+        self._generated = [0] * task.n if task.routed_experts else []
         #: the first sequence has tokens
         self._began = False
         self._dropped = False
@@ -233,9 +239,29 @@ class Sequences:
             if [*map(len, ids)] != [task.top_logprobs] * len(new.tokens) or [*map(len, values)] != [*map(len, ids)]:
                 raise EngineError(f"top_logprobs: {len(ids)} rows for {len(new.tokens)} tokens; SGLang gave too few")
             new = new._replace(top_ids=ids, top_logprobs=values)
+        if task.hidden_states and new.tokens:
+            states = np.array([message.output_hidden_states[place]], np.float32)
+            if states.shape != (len(new.tokens), self._engine.capabilities.hidden) or np.isnan(states).any():
+                raise EngineError(f"hidden_states: {list(states.shape)} for {len(new.tokens)} tokens, or NaN; {_LOOK}")
+            new = new._replace(hidden_states=states)
+        if task.routed_experts:
+            new = self._with_experts(new, message.routed_experts, place)
         if task.prompt_logprobs and new.cached is not None:
             new = self._with_prompt(new, message, place)
         return new
+
+    def _with_experts(self, new: NewTokens, routed: list[Any], place: int) -> NewTokens:
+        """New tokens with the routed experts of their sequence, if it has ended. Raises EngineError."""
+        self._generated[new.sequence] += len(new.tokens)
+        if not new.reason:
+            return new
+        # SGLang would write them as text for its own reader.
+        tensor, routed[place] = routed[place], None
+        expected = (len(self._prompt) + self._generated[new.sequence] - 1, *self._engine.capabilities.experts)
+        if tensor is None or tuple(tensor.shape) != expected:
+            shape = None if tensor is None else list(tensor.shape)
+            raise EngineError(f"routed_experts: SGLang gave {shape}; expected {list(expected)}")
+        return new._replace(routed_experts=tensor.numpy().astype(np.int16))
 
     def _with_prompt(self, new: NewTokens, message: Any, place: int) -> NewTokens:
         """New tokens with the log-probabilities of the prompt. Its first token has none. Raises EngineError."""

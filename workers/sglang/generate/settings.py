@@ -41,6 +41,10 @@ _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 #: With these SGLang calls no logit processor for some tokens, or does not say at which position.
 _WITHOUT_PROCESSORS = ("speculative_algorithm", "dllm_algorithm", "enable_mixed_chunk")
+#: With these a step may give a sequence several tokens.
+_SEVERAL = ("speculative_algorithm", "dllm_algorithm")
+#: With these a token that was computed comes back in another place of the key-value pool.
+_OTHER_PLACES = ("enable_hierarchical_cache", "hicache_storage_backend", "enable_lmcache")
 #: the orders of SGLang's queue in which a priority can come first
 _WITH_PRIORITY = ("fcfs", "lof")
 
@@ -77,6 +81,9 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
     }
     if not grammars:
         defaults["grammar_backend"] = "none"
+    if settings.options.get("enable_return_hidden_states"):
+        # Not those of whole prompts, which no caller gets.
+        defaults["return_hidden_states_mode"] = "last"
     if settings.device == "cpu":
         defaults |= {
             "attention_backend": "torch_native",
@@ -103,6 +110,11 @@ def generation_budgets(running: Running) -> Budgets:
     key-value pool with a page to spare on both sides, ends before.
     """
     refuse_values(running.settings, _WORKS)
+    if running.settings.get("enable_return_routed_experts") and (running.settings.get("chunked_prefill_size") or -1) < 1:
+        why = "SGLang notes routed experts of so many tokens of a forward"
+        raise SettingsError(
+            f"engine option chunked_prefill_size={running.settings.get('chunked_prefill_size')!r} is refused: {why}"
+        )
     page = max(1, running.settings.get("page_size") or 1)
     context = min(running.longest + 1, running.kv_tokens - 2 * page)
     if context < 2 or running.max_running < 1:
@@ -120,6 +132,28 @@ def prefill_tokens(settings: Mapping[str, Any]) -> int:
     """Tokens of prompts that SGLang computes in one forward of each replica, from its resolved `settings`."""
     most, chunk = settings.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS, settings.get("chunked_prefill_size") or -1
     return replicas_of(settings) * (min(most, chunk) if chunk > 0 else most)
+
+
+def hidden_of(settings: Mapping[str, Any], size: int) -> int:
+    """The size of the hidden states that this engine gives with each token; 0: it gives none, or one for several tokens."""
+    several = settings.get("stream_interval", 1) != 1 or any(settings.get(name) for name in _SEVERAL)
+    return size if settings.get("enable_return_hidden_states") and not several and not _in_stages(settings) else 0
+
+
+def _in_stages(settings: Mapping[str, Any]) -> bool:
+    """Whether no process of the engine has all layers."""
+    return (settings.get("pp_size") or 1) > 1
+
+
+def experts_of(settings: Mapping[str, Any], config: Any) -> tuple[int, int]:
+    """(layers, k) of the routed experts that this engine gives with each sequence; (0, 0): none. `config`: of the model.
+
+    SGLang notes them by the place of a token in its key-value pool. What a hierarchical cache brings back has another place.
+    """
+    without = any(settings.get(name) for name in (*_SEVERAL, *_OTHER_PLACES, "enable_dp_attention"))
+    if not settings.get("enable_return_routed_experts") or without or _in_stages(settings):
+        return 0, 0
+    return config.num_hidden_layers, config.num_experts_per_tok
 
 
 def generation_features(settings: Mapping[str, Any], tokenizer: bool) -> tuple[str, ...]:

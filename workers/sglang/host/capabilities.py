@@ -8,7 +8,7 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.generate.adapter_slots import adapter_names
 from enginepool.workers.sglang.generate.media import media_features
-from enginepool.workers.sglang.generate.settings import generation_budgets, generation_features
+from enginepool.workers.sglang.generate.settings import experts_of, generation_budgets, generation_features, hidden_of
 from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, is_deterministic, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.operations.table import OPERATIONS
@@ -97,6 +97,8 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
         device=settings.device,
         text=text,
         features=(*generation_features(running.settings, text), *media_features(tm)),
+        hidden=hidden_of(running.settings, tm.model_config.hidden_size),
+        experts=experts_of(running.settings, tm.model_config.hf_text_config),
         reserved=tm.context_len - bounds.context if ends_by_model else 0,
         adapters=adapter_names(adapters_of(tm)),
         **asdict(bounds),

@@ -23,6 +23,8 @@ from enginepool.workers.sglang.patches.scheduler import (
     answer_before_the_next_launch,
     gather_labels_without_waiting,
     gather_logits_by_nccl,
+    keep_experts_of_each_forward,
+    keep_experts_unpinned,
     note_scheduler,
     open_session_for_tickets,
     pass_tickets_of_refused_updates,
@@ -183,6 +185,9 @@ def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports:
         module: Any = importlib.import_module(attention)
         changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
         changes.place_items_on_the_host(module.FlashInferAttnBackend)
+    keep_experts_of_each_forward(_class(modules.CAPTURER, "BaseTopkCapturer"))
+    if os.environ.get(BRIDGE_VARIABLE):
+        keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))
     _collect_garbage()
     return run(settings, answer_at_once(ports), *args, **kwargs)
 

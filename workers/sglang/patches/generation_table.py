@@ -1,6 +1,6 @@
 """The part of `table.py` that is about generation."""
 
-from enginepool.workers.sglang.patches.modules import ADAPTERS, BATCH, MEDIA, MODEL, PROCESSORS, REQUESTS, TOKENIZER
+from enginepool.workers.sglang.patches.modules import ADAPTERS, BATCH, CAPTURER, MEDIA, MODEL, PROCESSORS, REQUESTS, TOKENIZER
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
 
@@ -47,6 +47,7 @@ OF_GENERATION: tuple[Private, ...] = (
     *_private(
         "generate/sequences.py", REQUESTS, ("GenerateReqInput", "called", "sequences"),
         ("BatchTokenIDOutput.input_token_logprobs_val output_top_logprobs_val output_top_logprobs_idx", "read", "on request"),
+        ("BatchTokenIDOutput.output_hidden_states routed_experts", "read", "on request"),
         ("BatchTokenIDOutput.input_top_logprobs_val input_top_logprobs_idx", "read", "of prompts, on request"),
     ),
     *_private(
@@ -55,4 +56,17 @@ OF_GENERATION: tuple[Private, ...] = (
         ("DisallowedTokensLogitsProcessor.__call__", "called", "a mask of tokens", "self, logits, custom_param_list"),
     ),
     *_private("generate/logit_processor.py", BATCH, ("Req.decode_batch_idx output_ids", "read", "the position of a token")),
+    *_private(
+        "patches/scheduler.py", CAPTURER,
+        (
+            "BaseTopkCapturer.on_forward_end", "replaced", "routed experts are copied before the next forward writes its own",
+            "self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu",
+        ),
+        ("TopkCaptureOutput.topk out_cache_loc", "read", "what is copied"),
+        (
+            "BaseHostCache.__init__", "replaced", "on a CPU no memory is pinned",
+            "self, num_tokens, num_layers, topk_size, name", "self, num_tokens, num_layers, topk_size, name, device",
+        ),
+        ("BaseHostCache.buffer num_tokens num_layers topk_size name", "added", "on a CPU no memory is pinned"),
+    ),
 )

@@ -51,6 +51,34 @@ def flush_caches() -> bool:
     return bool(flush(empty_cache=False) if "empty_cache" in inspect.signature(flush).parameters else flush())
 
 
+def keep_experts_of_each_forward(capturer: Any) -> None:
+    """Have the routed experts of a forward copied on the device. `capturer` is SGLang's class that notes them.
+
+    While forwards overlap, they are copied to the host during the next forward. Older versions copy from the buffer into which
+    that one writes its own.
+    """
+    end = capturer.on_forward_end
+
+    def on_forward_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = end(self, *args, **kwargs)
+        if output is not None:
+            output.topk, output.out_cache_loc = output.topk.clone(), output.out_cache_loc.clone()
+        return output
+
+    capturer.on_forward_end = on_forward_end
+
+
+def keep_experts_unpinned(cache: Any) -> None:
+    """On a CPU, have routed experts kept in memory that is not pinned for CUDA. `cache` is SGLang's class that keeps them."""
+
+    def initialize(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str, *args: Any, **kwargs: Any) -> None:
+        torch: Any = importlib.import_module("torch")
+        self.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+        self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
+
+    cache.__init__ = initialize
+
+
 def open_session_for_tickets(updater: Any, loader: str) -> None:
     """Have calls of our own loader accepted outside a weight-update session. `updater` is SGLang's class that receives the
     requests of weight updates; `loader` is the name of our loader.
