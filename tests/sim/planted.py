@@ -35,8 +35,10 @@ SHOWN_BY = {
     "a_command_has_no_time_limit": 363,
     "a_restarted_worker_answers_before_the_commit": 62,
     "requests_of_one_class_are_not_listed": 306,
-    "generations_outlive_their_link": 7,
+    "generations_outlive_their_link": 267,
     "a_resumed_sequence_has_as_many_new_tokens_as_at_first": 22,
+    "what_waits_for_credit_is_sent_before_the_tokens_of_the_turn": 68,
+    "what_names_an_exact_version_outlives_it": 22,
     "no_group_starts_again_after_its_engines_ran_out_of_memory": 17,
     "lanes_are_not_built_anew_where_classes_change": 386,
 }
