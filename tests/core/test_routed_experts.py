@@ -12,6 +12,7 @@ from enginepool.client.generate import GenerateCalls
 from enginepool.client.generations import Generation, read_generations
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
+from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.coordinator.requests.memory import UNKNOWN_EXPERTS, charge
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import worker_event
@@ -24,6 +25,7 @@ from enginepool.protocol.messages import (
     Generate,
     Generated,
     GenerationProgress,
+    Medium,
     Sampling,
     SequenceEnd,
     StartGeneration,
@@ -85,6 +87,14 @@ def test_a_stream_has_none() -> None:
         generate(routed_experts=True, stream=True)
     with pytest.raises(BadRequest, match="not for a stream"):
         GenerateCalls.stream(object(), [1], routed_experts=True)  # pyright: ignore[reportArgumentType]
+
+
+def test_prompts_with_media_have_none() -> None:
+    message = Generate(1, asked().frames, media=[Medium(0, "image")], routed_experts=True)
+    specs, frames = [FrameSpec("media", "uint8", (1,)), FrameSpec("media_lengths", "uint32", (1,))], [b"x", b"\1\0\0\0"]
+    message.frames = [*message.frames, *specs]
+    with pytest.raises(WireError, match="routed_experts: given with media"):
+        GENERATE.open(message, [np.arange(3, dtype=np.int32).tobytes(), b"\3\0\0\0", *frames])
 
 
 def test_their_bytes_are_charged_before_the_request_is_taken() -> None:
