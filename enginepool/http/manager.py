@@ -153,6 +153,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             samples.call.failure = samples.call.failure or EnginepoolError(f"an error in this program: {error!r:.200}")
         for rid in samples.unfinished:
             self._abort(rid)
+            self._detokenizer.decode_status.pop(rid, None)  # of one that was dropped while others went on
         for rid in [rid for rid in samples.call.sequences if self._samples.get(rid) is samples]:
             del self._samples[rid]
 

@@ -85,9 +85,9 @@ class UpdatePool(Pool):
         elif isinstance(effect, ef.KeepHistory):
             self.histories.append(list(effect.records))
 
-    def do(self, event: ev.Event) -> list[Message_]:
+    def do(self, *events: ev.Event) -> list[Message_]:
         """As `Pool.do`; the journal is checked at once."""
-        out = super().do(event)
+        out = super().do(*events)
         while self._checks:
             out += super().do(ev.JournalChecked(0, self._checks.pop().update, self.disk))
         return out

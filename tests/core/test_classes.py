@@ -628,7 +628,8 @@ def asked(shape: str, first: int, lengths: list[int]) -> tuple[Work, npt.NDArray
     frames = [*heads, tail.tobytes(), np.array(lengths, np.uint32).tobytes()]
     item_first = shape == "item_first"
     work = SCORE.open(Score(1, specs, labels=list(labels), item_first=item_first), frames)
-    return work, expected_scores(queries, items, labels=labels, item_first=item_first)["scores"]
+    scores = expected_scores(queries, items, labels=labels, item_first=item_first)["scores"]
+    return work, np.asarray(scores, np.float32)
 
 
 class Engines:

@@ -274,7 +274,7 @@ class Scenes:
             async for _ in stream:
                 break
         await self.until(lambda: self.pool.cancelled == 1)
-        assert not self.manager._detokenizer.decode_status, "the texts of its samples are forgotten"
+        await self.until(lambda: not self.manager._detokenizer.decode_status)  # the texts of its samples are forgotten
         self.pool.cancelled = 0
         call = asyncio.create_task(self.ask())
         await self.until(lambda: len(self.pool.asked) == 2)

@@ -35,7 +35,7 @@ def embed(engine: HostedEngine, *parts: RowPart) -> BatchOutcome:
 
 def rows_of(outcome: Outputs | EngineError) -> npt.NDArray[np.float32]:
     assert isinstance(outcome, dict), outcome
-    return outcome["embeddings"]
+    return np.asarray(outcome["embeddings"], np.float32)
 
 
 @pytest.fixture(scope="module")

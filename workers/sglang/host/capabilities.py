@@ -78,8 +78,8 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
 
 def adapters_of(tm: Any) -> dict[str, Any]:
     """SGLang's records of the adapters that are loaded, by name."""
-    registry = tm.lora_registry
-    return registry.get_all_adapters()
+    known = tm.lora_registry
+    return known.get_all_adapters()
 
 
 def _generating(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
