@@ -10,6 +10,7 @@ events repeats all tokens so far.
 
 import argparse
 import json
+import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -184,6 +185,7 @@ def options() -> argparse.Namespace:
     found.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
     found.add_argument("--tokens", type=int, default=256, help="new tokens (default: 256)")
     found.add_argument("--loads", type=int, default=4, help="processes that load the pool or the server (default: 4)")
+    found.add_argument("--gpus", default="", metavar="NUMBERS", help="GPUs of the contestants, in turn (default: all on one)")
     found.add_argument("--only", default="pool,server,best,bare", help="contestants (default: pool,server,best,bare)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
     return found.parse_args()
@@ -204,9 +206,12 @@ def main() -> None:
         models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="models-")))
         model = model_for("causal", chosen.device, chosen.model, models, chosen.size)
         running: list[Running] = []
-        for name in names:
+        gpus = [gpu for gpu in str(chosen.gpus).split(",") if gpu]
+        for place, name in enumerate(names):
             folder = scratch / name
             folder.mkdir()
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]  # its processes inherit it
             running.append(starts[name](model, chosen.device, chosen.loads, folder, stack))
         for one in running:
             one.ready()
