@@ -1,7 +1,9 @@
 """A tiny random checkpoint that takes images, and what `transformers` generates with it."""
 
+import ctypes
 import importlib
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,21 @@ CHAT_TEMPLATE = (
 )
 
 
+def _keep_sentencepiece(library: Any) -> None:
+    """Its bindings crash when the interpreter ends and frees their table of types; whether it does depends on the order of
+    imports. So that table, which they keep in a module of its own, is never freed."""
+    assert library.Qwen2VLForConditionalGeneration  # imports them, with some versions
+    for name in [name for name in sys.modules if name.startswith("swig_runtime_data")]:
+        for value in vars(sys.modules[name]).values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
 def make_vision_model(folder: Path) -> list[int]:
     """Write a checkpoint of Qwen2-VL; the token ids that stand for an image in a prompt."""
     cpu_bridge.install()
     torch, transformers, tokenizers = map(importlib.import_module, ("torch", "transformers", "tokenizers"))
     library: Any = transformers
+    _keep_sentencepiece(library)
     core = tiny._tokenizer(tokenizers)  # pyright: ignore[reportPrivateUsage]
     core.add_special_tokens(list(SPECIAL))
     start, end, image, video = map(core.token_to_id, SPECIAL)
