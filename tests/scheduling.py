@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionstart() -> None:
     """The last of several processes has a low priority, so that tests that wait for processes get a core at once."""
     if is_last(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))):
-        os.nice(5)
+        os.nice(10)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByScope:
