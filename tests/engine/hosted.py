@@ -155,15 +155,19 @@ class _Host:
 
         return await asyncio.gather(*(one(task) for task in tasks))
 
-    async def reported(self, there: list[int], gone: list[int]) -> None:
-        """Wait until the engine has reported these blocks, and evicted those."""
+    async def reported(self, there: list[int], gone: list[int], within: float) -> bool:
+        """Wait until the engine has reported these blocks, and evicted those. False: it has not within so many seconds."""
+        end = time.monotonic() + within
         while not self._blocks.issuperset(there) or self._blocks.intersection(gone):
+            if time.monotonic() > end:
+                return False
             await asyncio.sleep(0.01)
             while (told := self._report.take()) is not None:
                 if told[0].cleared:
                     self._blocks.clear()
                 self._blocks.difference_update(np.frombuffer(told[1][1], "<u8").tolist())
                 self._blocks.update(np.frombuffer(told[1][0], "<u8").tolist()[1::2])
+        return True
 
     async def order(self, tasks: list[GenerationTask]) -> list[int]:
         """The numbers of the tasks in the order in which they emit, all of them at once."""

@@ -320,7 +320,7 @@ def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(proce
 
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
-            await pool.ready()
+            await all_ready(pool)  # both, so that all calls have begun
             calls = [asyncio.create_task(pool.score([1], [[i]], label_token_ids=LABELS)) for i in range(1, 30)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             await pool.status()
