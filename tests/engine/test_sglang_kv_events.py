@@ -27,8 +27,8 @@ def blocks(*tokens: list[int]) -> list[int]:
 
 
 def heard(engine: HostedEngine, prompt: list[int]) -> list[int]:
-    """The output for a prompt, once its blocks were reported. SGLang's socket loses what it publishes to a reader that is late; the
-    prompt is computed again then."""
+    """The output for a prompt, once its blocks were reported. SGLang's socket loses what it publishes to a reader that is late;
+    then the prompt is computed again."""
     for _ in range(3):
         output = generate(engine, prompt).tokens
         if engine.call("reported", blocks(prompt, output), [], PATIENCE_S):
