@@ -1,7 +1,7 @@
 """Routed experts of sequences: what is refused and charged, and where they go."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -238,3 +238,25 @@ def test_a_worker_sends_them_with_the_end_of_their_sequence() -> None:
     assert isinstance(read, ev.TokensGenerated)
     assert (read.experts, read.expert_shape, bytes(read.routed_experts)) == ([(4, 0, 4)], SHAPE, values.tobytes())
     assert np.frombuffer(read.prompt_columns, np.float32).tolist() == [0.5]
+
+
+def test_many_sequences_that_end_together_are_no_long_stop() -> None:
+    """What is looked at of a message grows with its sequences, not with their square."""
+    looked = 0
+
+    class Steps(list[Step]):
+        def __iter__(self) -> Iterator[Step]:
+            nonlocal looked
+            for step in super().__iter__():
+                looked += 1
+                yield step
+
+    pool, n = GeneratingPool(), 64
+    link = pool.worker(can=msgspec.structs.replace(EXPERTS, inflight_rows=n, inflight_tokens=4096))
+    pool.submit(pool.client(), 1, generate(3, n=n, routed_experts=True))
+    [task] = pool.tasks()
+    rows = [(task, i, 3) for i in range(n)]
+    event = pool.progress(link, *((task, i, 0, [i], "stop") for i in range(n)), experts=rows, expert_shape=SHAPE)
+    event.steps = Steps(event.steps)
+    assert len(experts_of(pool.do(event), n)) == n
+    assert looked <= 4 * n

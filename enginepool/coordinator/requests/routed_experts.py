@@ -2,6 +2,8 @@
 the last one. Pure.
 """
 
+from collections import Counter
+
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
@@ -15,6 +17,9 @@ def take_experts(worker: Worker, e: ev.TokensGenerated) -> str:
     can = worker.capabilities
     if e.experts and (can is None or e.expert_shape != can.experts):
         return f"it sent routed experts of shape {list(e.expert_shape)}, which its capabilities do not have"
+    new = Counter[tuple[int, int]]()
+    for step in e.steps if e.experts else ():
+        new[step.task, step.sequence] += step.count
     (layers, k), end = e.expert_shape, 0
     for counter, number, rows in e.experts:
         first, end = end, end + EXPERT_BYTES * layers * k * rows
@@ -26,8 +31,8 @@ def take_experts(worker: Worker, e: ev.TokensGenerated) -> str:
         if state is None or not isinstance(work, GenerateWork) or not work.routed_experts or not 0 <= number < stop - start:
             return f"it sent routed experts with sequence {number} of task {counter}, which was not asked for them"
         sequence = state.sequences[start + number]
-        new = sum(step.count for step in e.steps if (step.task, step.sequence) == (counter, number))
-        if rows != (most := prompt_length(request, (start + number) // work.n) + len(sequence.tokens) + new - 1):
+        has = len(sequence.tokens) + new[counter, number]
+        if rows != (most := prompt_length(request, (start + number) // work.n) + has - 1):
             return f"it sent routed experts of {rows} tokens; prompt and output have {most} without the last one"
         part = memoryview(e.routed_experts)[first:end]
         # One alone keeps the frame in which it came; others would keep the frame of each other.
