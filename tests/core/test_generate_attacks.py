@@ -7,6 +7,7 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.fleet.checks import MAX_CONTEXT, impossible
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
@@ -99,6 +100,12 @@ def test_a_worker_that_sends_progress_without_tokens_of_its_tasks_has_no_more_ti
         pool.do(ev.TokensGenerated(0, link, EPOCH, 0, steps, memoryview(b""), memoryview(b"")))
         pool.wait(1.0)
     assert link not in pool.machine.core.worker_links
+
+
+def test_a_worker_whose_context_has_no_room_in_an_answer_is_refused() -> None:
+    """What it says of two prompts with media would add up to a number that no message can hold."""
+    assert not impossible(msgspec.structs.replace(CAN, context=MAX_CONTEXT))
+    assert impossible(msgspec.structs.replace(CAN, context=MAX_CONTEXT + 1))
 
 
 # --- clients ------------------------------------------------------------------------------------------------------------

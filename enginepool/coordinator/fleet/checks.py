@@ -17,6 +17,9 @@ from enginepool.protocol.messages import Capabilities
 MAX_NAMES = 1024
 #: Layers, and experts of a token.
 MAX_EXPERTS = 1 << 16
+#: Tokens of a context. The lengths of prompts with media, which only a worker knows, are at most that, and the sum over all
+#: prompts is in answers and in status reports, which have room for 64 bits.
+MAX_CONTEXT = 1 << 31
 #: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
 MAX_FORWARDS = 2**31
 
@@ -27,7 +30,7 @@ def impossible(can: Capabilities) -> str:
         0 < can.batch_tokens <= can.inflight_tokens
         and 0 < can.batch_rows <= can.inflight_rows
         and 0 < can.page <= can.inflight_tokens
-        and can.context > 0
+        and 0 < can.context <= MAX_CONTEXT
         and can.vocab > 0
         and can.labels >= 0
         and can.hidden >= 0
