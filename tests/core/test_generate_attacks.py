@@ -20,6 +20,7 @@ from enginepool.protocol.messages import (
     Generate,
     SequenceEnd,
     Step,
+    Tokens,
 )
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import EPOCH, config, failures, work
@@ -137,6 +138,32 @@ def test_an_answer_of_all_sequences_with_the_longest_match_fits_its_header() -> 
     output = [[1]] * MAX_SEQUENCES
     sent = pool.submit(pool.client(), 1, generate(1, n=MAX_SEQUENCES, stream=True, output=output, ended=ended))
     assert len(encode_header(outputs(sent)[1][0])) < MAX_HEADER_BYTES
+
+
+def test_a_stream_that_is_sent_again_many_times_at_once_is_followed_once() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    content = generate(3, stream=True, logprobs=True, prompt_logprobs=True)
+    pool.submit(client, 1, content)
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2], ""), logprobs=True, prompts=[(task, [0.0, -1.0, -2.0])])
+    again = ev.Submit(0, client, 1, content, 0, None)
+    sent = pool.do(*[again] * 8, pool.progress(link, (task, 0, 2, [3], ""), logprobs=True), again)
+    assert streamed(sent) == [(1, 0, 0, 0, [1, 2, 3])]
+    messages = [one.message for one in sent]
+    assert [len(message.prompts) for message in messages if isinstance(message, Tokens)] == [1, 0]
+    assert streamed(pool.step(link, (task, 0, 3, [4], ""), logprobs=True)) == [(1, 0, 3, 0, [4])]
+
+
+def test_a_stream_that_is_sent_again_and_whose_link_is_cut_at_once_is_sent_nothing() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    content = generate(3, stream=True)
+    pool.submit(client, 1, content)
+    pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""))
+    assert streamed(pool.do(ev.Submit(0, client, 1, content, 0, None), ev.LinkCut(0, client))) == []
 
 
 def test_a_match_that_is_too_long_is_refused() -> None:

@@ -79,8 +79,8 @@ class Context:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "full", "groups",
-        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
+        "again", "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "full",
+        "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
         "secondary", "seq", "started", "updates", "woken", "worker_links",
     )  # fmt: skip
 
@@ -96,6 +96,8 @@ class Context:
         #: of the events in hand
         self.effects: list[Effect] = []
         self.groups: dict[str, Group] = {}
+        #: streams that their clients sent again in this turn
+        self.again: dict[Request, None] = {}
         #: transactions that have no end yet, by group: at most one each
         self.updates: dict[str, Update] = {}
         self.clients: dict[bytes, Client] = {}

@@ -53,8 +53,8 @@ class GenerationState(Generic[T]):
     """The sequences of one request. `T`: a task of a worker."""
 
     __slots__ = (
-        "behind", "blocks", "cached", "credit", "expanded", "expected", "losses", "lost_with", "prompt_tasks", "prompts",
-        "sent", "sequences", "taken", "tasks",
+        "again", "behind", "blocks", "cached", "credit", "expanded", "expected", "losses", "lost_with", "prompt_tasks",
+        "prompts", "sent", "sequences", "taken", "tasks",
     )  # fmt: skip
 
     def __init__(self, work: GenerateWork) -> None:
@@ -84,6 +84,8 @@ class GenerationState(Generic[T]):
         self.credit = work.credit if work.stream else 0
         #: the link of its client is lost, or new: what the client has is not known until it sends the request again
         self.expected = False
+        #: it was sent again in this turn; until the end of the turn it stays `expected`
+        self.again = False
 
     def unfinished(self, start: int, end: int) -> list[tuple[int, int]]:
         """The ranges of sequences from `start` to `end` that have not ended."""
@@ -98,12 +100,13 @@ class GenerationState(Generic[T]):
 
     def expect(self) -> None:
         """The client of a stream has no link, or a new one. It is sent nothing before it has sent the request again."""
-        self.expected = True
+        self.expected, self.again = True, False
         self.behind = dict.fromkeys(range(len(self.sequences)))
 
     def resume(self, received: GenerateWork) -> None:
-        """The client has sent the request again, on a new link, with the tokens that it has."""
-        self.expected = False
+        """The client has sent the request again, on a new link, with the tokens that it has. The others follow at the end of
+        this turn."""
+        self.expected = self.again = True
         self.behind = dict.fromkeys(range(len(self.sequences)))
         for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
             sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))

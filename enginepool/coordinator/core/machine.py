@@ -29,7 +29,7 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
-from enginepool.coordinator.requests.generations import credit, make_room
+from enginepool.coordinator.requests.generations import credit, follow, make_room
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.scheduling.oom_backoff import resume
@@ -133,6 +133,8 @@ class Machine:
                 self._stood_still()
             on[type(event)](event)
         unsent.send()
+        if core.again:
+            follow(core)
         core.event = None
         if core.secondary or core.updates:
             self._settle()

@@ -177,6 +177,18 @@ def sent_again(core: Context, request: Request, received: GenerateWork) -> None:
     state = request.generation
     if state is not None and received.stream:
         state.resume(received)
+        core.again[request] = None
+
+
+def follow(core: Context) -> None:
+    """Send what follows in streams that were sent again in this turn: once, however often a client did so, for each time would
+    take the memory of all their tokens."""
+    again, core.again = core.again, {}
+    for request in again:
+        state = request.generation
+        if state is None or not state.again or request.state == DONE:
+            continue
+        state.expected = state.again = False
         send_prompts(core, request, sorted(state.prompts))
         flush(core, request)
 
