@@ -243,10 +243,10 @@ def _first_name(field: str) -> tuple[str, str]:
 def error_from(failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
     """The exception for a Failure message. A code of a newer protocol becomes a plain EnginepoolError that carries it.
 
-    `names` maps the wire's names of fields to the caller's own (`labels` to `label_token_ids`).
+    `names` maps the wire's names of fields to the caller's own (`labels` to `label_token_ids`, or `media[0]` to `images`).
     """
     cls = BY_CODE.get(failure.code)
-    wire, rest = _first_name(failure.field)
+    wire, rest = (failure.field, "") if failure.field in (names or {}) else _first_name(failure.field)
     own = (names or {}).get(wire, wire)
     message = failure.message
     if own != wire and message.startswith(wire):

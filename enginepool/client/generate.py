@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_adapter, check_int, check_options, kind, utf8
 from enginepool.client.generations import Generation, Generations, read_generations
-from enginepool.client.media import MediaOptions, encode_media
+from enginepool.client.media import MediaOptions, encode_media, media_names
 from enginepool.client.payload import encode_rows
 from enginepool.client.row_calls import RowCalls, flag, set_options
 from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
@@ -118,8 +118,10 @@ class GenerateCalls(RowCalls):
         """
         check_options("generate", options, GenerateOptions, "prompts")
         rows = _as_rows(prompts)
-        request, frames, earlier = _request("prompts", rows, options, single=rows is not prompts)
-        answer, frames = await self._ask(request, frames, Generated, _NAMES, options)
+        single = rows is not prompts
+        request, frames, earlier = _request("prompts", rows, options, single=single)
+        names = {**_NAMES, **media_names(options, len(rows), single=single)} if request.media else _NAMES
+        answer, frames = await self._ask(request, frames, Generated, names, options)
         return read_generations(request, earlier, answer, frames)
 
     def stream(self, prompt: str | Ids, **options: Unpack[StreamOptions]) -> TokenStream:
@@ -146,7 +148,7 @@ class GenerateCalls(RowCalls):
         request.stream = True
         request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
         within, retry_busy = set_options(request, options)
-        names = {**_NAMES, "items": "prompt"}
+        names = {**_NAMES, "items": "prompt", **media_names(options, 1, single=True)}
         return TokenStream(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
 
 

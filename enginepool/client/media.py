@@ -40,6 +40,30 @@ def encode_media(options: Mapping[str, Any], prompts: int, *, single: bool) -> t
     Raises:
         BadRequest: `field` names the medium.
     """
+    found = _found(options, prompts, single=single)
+    media, data = list[Medium](), list[bytes]()
+    for prompt, what, where, one in found:
+        medium, encoded = _medium(prompt, what, where, one)
+        try:
+            check_medium(where, medium, encoded)
+        except WireError as error:
+            raise bad(where, error.message, error.limit) from None
+        media.append(medium)
+        data.append(encoded)
+    if not media:
+        return [], ([], ())
+    lengths = np.array([len(one) for one in data], np.uint32)
+    whole = data[0] if len(data) == 1 else b"".join(data)
+    return media, (media_specs(len(whole), len(data)), (whole, lengths.tobytes()))
+
+
+def media_names(options: Mapping[str, Any], prompts: int, *, single: bool) -> dict[str, str]:
+    """What the caller calls each medium of the wire (`media[2]` is `images[1][0]`), for errors; as in `encode_media`."""
+    return {f"media[{at}]": where for at, (_, _, where, _) in enumerate(_found(options, prompts, single=single))}
+
+
+def _found(options: Mapping[str, Any], prompts: int, *, single: bool) -> list[tuple[int, MediumKind, str, Any]]:
+    """The media in `options`, in the order of the wire: prompt, kind, its name in errors, and what was given."""
     found: list[tuple[int, MediumKind, str, Any]] = []
     for name, what in _KINDS.items():
         given: Any = options.get(name)
@@ -57,20 +81,7 @@ def encode_media(options: Mapping[str, Any], prompts: int, *, single: bool) -> t
     if len(found) > MAX_MEDIA:
         raise bad("images", f"images, videos, audio: {len(found)} media; at most {MAX_MEDIA} in one request", str(MAX_MEDIA))
     found.sort(key=lambda one: one[0])
-    media, data = list[Medium](), list[bytes]()
-    for prompt, what, where, one in found:
-        medium, encoded = _medium(prompt, what, where, one)
-        try:
-            check_medium(where, medium, encoded)
-        except WireError as error:
-            raise bad(where, error.message, error.limit) from None
-        media.append(medium)
-        data.append(encoded)
-    if not media:
-        return [], ([], ())
-    lengths = np.array([len(one) for one in data], np.uint32)
-    whole = data[0] if len(data) == 1 else b"".join(data)
-    return media, (media_specs(len(whole), len(data)), (whole, lengths.tobytes()))
+    return found
 
 
 def _listed(name: str, given: Any) -> Sequence[Any]:

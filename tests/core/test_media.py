@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from enginepool import errors
-from enginepool.client.media import encode_media
+from enginepool.client.media import encode_media, media_names
 from enginepool.client.session.charges import charge_of
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
@@ -21,6 +21,7 @@ from enginepool.protocol.messages import (
     MAX_MEDIUM_BYTES,
     MAX_MEDIUM_NAME,
     Capabilities,
+    ErrorReply,
     FrameSpec,
     Generate,
     Medium,
@@ -103,6 +104,15 @@ def test_what_is_no_medium_is_refused_by_its_place(images: Any, field: str, said
     with pytest.raises(errors.BadRequest) as refused:
         encode_media({"images": images}, 2, single=False)
     assert refused.value.field == field and said in str(refused.value) and str(refused.value).startswith(field)
+
+
+def test_an_error_of_the_coordinator_calls_a_medium_as_the_caller_does() -> None:
+    names = media_names(IMAGES, 3, single=False)
+    assert list(names.values()) == ["images[0][0]", "images[0][1]", "images[2]", "audio[2]"]
+    failure = ErrorReply("bad_request", "media[3]: the workers of this group take no audio", id=1, field="media[3]")
+    said = errors.error_from(failure, names)
+    assert said.field == "audio[2]" and str(said) == "audio[2]: the workers of this group take no audio"
+    assert list(media_names({"images": [b"a"], "videos": b"b"}, 1, single=True).values()) == ["images[0]", "videos"]
 
 
 # --- what it costs ------------------------------------------------------------------------------------------------------

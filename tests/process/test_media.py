@@ -76,7 +76,12 @@ def test_a_worker_reads_paths_under_its_media_root_and_refuses_others(processes:
                 await pool.generate(prompt(1), images=tmp_path / "secret", **SAMPLING)
             with pytest.raises(errors.BadRequest, match="a URL, and the workers of this group fetch none") as refused:
                 await pool.generate(prompt(1), images="https://a.com/b.png", **SAMPLING)
-            assert refused.value.field == "media[0]"
+            assert refused.value.field == "images" and str(refused.value).startswith("images: a URL")
+            both = [b"an image", [b"an image", "https://a.com/b.png"]]
+            with pytest.raises(errors.BadRequest, match=r"^images\[1\]\[1\]: a URL"):
+                await pool.generate([prompt(1), prompt(2)], images=both, **SAMPLING)
+            with pytest.raises(errors.BadRequest, match=r"^images\[1\]: a URL"):
+                await pool.stream(prompt(1), images=[b"an image", "https://a.com/b.png"], **SAMPLING).result()
 
     run(scene)
     # The command takes URLs, also those with the bytes in them.
