@@ -28,7 +28,6 @@ from enginepool.protocol.messages import (
 
 #: What the wire calls the arguments.
 _NAMES: Final = {
-    "items": "prompts",
     "timeout_ms": "timeout",
     "output": "continue_from",
     "output_lengths": "continue_from",
@@ -118,9 +117,7 @@ class GenerateCalls(RowCalls):
         """
         check_options("generate", options, GenerateOptions, "prompts")
         rows = _as_rows(prompts)
-        single = rows is not prompts
-        request, frames, earlier = _request("prompts", rows, options, single=single)
-        names = {**_NAMES, **media_names(options, len(rows), single=single)} if request.media else _NAMES
+        request, frames, earlier, names = _request("prompts", rows, options, single=rows is not prompts)
         answer, frames = await self._ask(request, frames, Generated, names, options)
         return read_generations(request, earlier, answer, frames)
 
@@ -142,13 +139,12 @@ class GenerateCalls(RowCalls):
             BadRequest: an argument cannot be served; `field` names it, `limit` the limit. All else is raised by the loop.
         """
         check_options("stream", options, StreamOptions, "prompt")
-        request, frames, earlier = _request("prompt", [prompt], options, single=True)
+        request, frames, earlier, names = _request("prompt", [prompt], options, single=True)
         if request.routed_experts:
             raise bad("routed_experts", "routed_experts: not for a stream; Pool.generate has them in its answer")
         request.stream = True
         request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
         within, retry_busy = set_options(request, options)
-        names = {**_NAMES, "items": "prompt", **media_names(options, 1, single=True)}
         return TokenStream(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
 
 
@@ -165,8 +161,9 @@ def _as_rows(prompts: Any) -> Any:
 
 def _request(
     name: str, rows: Sequence[Any], options: GenerateOptions, *, single: bool
-) -> tuple[Generate, Sequence[Buffer], Sequence[Generation]]:
-    """The request for prompts in the argument `name`, its frames, and the sequences that it continues."""
+) -> tuple[Generate, Sequence[Buffer], Sequence[Generation], dict[str, str]]:
+    """The request for prompts in the argument `name`, its frames, the sequences that it continues, and what the caller calls
+    the fields of the wire."""
     specs, frames = encode_rows(name, rows)
     prompts = specs[1].shape[0]
     if prompts > MAX_SEQUENCES:
@@ -193,7 +190,7 @@ def _request(
         request.frames, frames = [*request.frames, *specs], (*frames, *media)
         if request.prompt_logprobs:
             raise bad("prompt_logprobs", "prompt_logprobs: given with media, whose tokens have none; leave it out")
-    return request, frames, earlier
+    return request, frames, earlier, {**_NAMES, "items": name, **media_names(options, prompts, single=single)}
 
 
 def _earlier(given: Any, prompts: int, request: Generate) -> list[Generation]:
