@@ -72,7 +72,7 @@ def hidden_of(sent: list[Sent]) -> list[bytes]:
 def test_they_are_refused_where_the_workers_have_none_with_the_option_that_is_missing() -> None:
     wrong = classes_of(generate(hidden_states=True), CAN, None, PLAIN)
     assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "hidden_states")
-    assert "enable_return_hidden_states" in wrong.message
+    assert "enable_return_hidden_states" in wrong.message and wrong.limit == ""
     assert isinstance(classes_of(generate(hidden_states=True), HIDDEN, None, PLAIN), int)
 
 

@@ -78,7 +78,7 @@ def experts_of(sent: list[Sent], n: int = 1, before: Sequence[Generation] = ()) 
 def test_they_are_refused_where_the_workers_have_none_with_the_option_that_is_missing() -> None:
     wrong = classes_of(generate(routed_experts=True), CAN, None, PLAIN)
     assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "routed_experts")
-    assert "enable_return_routed_experts" in wrong.message
+    assert "enable_return_routed_experts" in wrong.message and wrong.limit == ""
     assert isinstance(classes_of(generate(routed_experts=True), EXPERTS, None, PLAIN), int)
 
 

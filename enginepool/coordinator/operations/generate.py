@@ -201,12 +201,10 @@ class GenerateOperation(Operation[GenerateWork]):
 def _missing_details(work: GenerateWork, can: Capabilities) -> WireError | None:
     if work.hidden_states and not can.hidden:
         text = "hidden_states: the workers of this group return none; SGLang needs the option enable_return_hidden_states"
-        return bad("hidden_states", f"{text}, and neither speculative decoding nor pp_size", "false")
+        return bad("hidden_states", f"{text}, and neither speculative decoding nor pp_size", "")
     if work.routed_experts and not can.experts[0]:
         text = "routed_experts: the workers of this group return none; SGLang needs a model with experts and the option"
-        return bad(
-            "routed_experts", f"{text} enable_return_routed_experts, and neither speculative decoding nor pp_size", "false"
-        )
+        return bad("routed_experts", f"{text} enable_return_routed_experts, and neither speculative decoding nor pp_size", "")
     return None
 
 
