@@ -202,8 +202,8 @@ class WeightPublisher:
                   copy. The workers must be on this host, and their engines must see that GPU: a trainer that shares GPUs with
                   its engines.
             in_flight: before the engines load, batches in flight finish (`drain`, the default), or run again on the new weights
-                (`abort`).
-            drain: seconds that `drain` waits at most; then batches run again. Default: 10.
+                (`abort`). So do sequences that are generated: with `abort` they go on after their last token.
+            drain: seconds that `drain` waits at most; then as `abort`. Default: 10.
             partial: tensors of the model may be missing. Default: False.
             new_run: the version may be any, for an operator who starts another training in the same pool. Default: False.
             manifest: (name, dtype, shape) of each tensor that comes out, in their order. Needed where `gather` gives another
