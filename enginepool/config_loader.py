@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -49,7 +49,14 @@ def checked_config(given: Any) -> PoolConfig:
         ConfigError: as `load_config`.
         TypeError: something in it can be in no file.
     """
-    return _convert(msgspec.to_builtins(given), "configuration")
+    return _convert(msgspec.to_builtins(given, enc_hook=_path), "configuration")
+
+
+def _path(given: Any) -> str:
+    """What a program gives as a path is a text in a file."""
+    if isinstance(given, PurePath):
+        return str(given)
+    raise TypeError(f"a value of type {type(given).__name__}; what TOML has, or a path")
 
 
 def decode_config(data: bytes) -> PoolConfig:

@@ -1,13 +1,13 @@
 """A configuration that cannot work is refused in one line that names the key."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from enginepool.config import GroupConfig, PoolConfig
-from enginepool.config_loader import check_config, check_models, decode_config, encode_config, load_config
+from enginepool.config_loader import check_config, check_models, checked_config, decode_config, encode_config, load_config
 from enginepool.errors import ConfigError
 
 GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
@@ -166,3 +166,12 @@ def test_a_folder_with_a_model_an_address_and_a_name_of_the_hub_are_let_through(
         (tmp_path / folder / file).touch()
     config = of_model(model)
     assert check_models(config, "pool.toml") is config
+
+
+def test_a_program_may_give_paths() -> None:
+    group = GroupConfig(model=cast("Any", Path("/models/a")), engine="sim", operations=["generate"])
+    given = {"model": Path("/models/a"), "engine": "sim", "operations": ["generate"], "media_root": Path("/media")}
+    assert checked_config(PoolConfig({"g": group})).groups["g"].model == "/models/a"
+    assert checked_config({"groups": {"g": given}}).groups["g"].media_root == "/media"
+    with pytest.raises(TypeError, match="a value of type object; what TOML has, or a path"):
+        checked_config({"groups": {"g": {"model": object()}}})
