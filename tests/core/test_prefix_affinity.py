@@ -10,6 +10,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
+from enginepool.coordinator.scheduling import generation_slots
 from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex, bound
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
@@ -25,7 +26,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.protocol.prefix_blocks import BLOCK, MOST_BLOCKS, REMEMBERED, blocks_of
 from enginepool.protocol.roles import INCLUDES
-from tests.core.generations import CAN, GeneratingPool
+from tests.core.generations import CAN, GeneratingPool, generate
 
 #: 64 slots, and room for long conversations
 ROOMY = msgspec.structs.replace(
@@ -250,3 +251,20 @@ def test_reports_that_are_no_reports_break_the_worker_and_no_client_or_stranger_
     pool = GeneratingPool()
     pool.do(told(b"stranger", stored=[5]))
     assert len(next(iter(pool.machine.core.groups.values())).prefixes) == 0
+
+
+def test_samples_of_a_prompt_that_end_one_after_the_other_have_its_blocks_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def counting(tokens: bytes | memoryview, known: Sequence[int] = (), adapter: str = "") -> list[int]:
+        found = blocks_of(tokens, known, adapter)
+        counted.append(len(found) - len(known))
+        return found
+
+    monkeypatch.setattr(generation_slots, "blocks_of", counting)
+    pool, n = GeneratingPool(), 8
+    link = pool.worker(can=ROOMY)
+    pool.submit(pool.client(), 1, generate(BLOCK * 10, BLOCK * 10, n=n))
+    tasks = pool.tasks()
+    pool.step(link, *((task, i, 0, [1], "stop") for task in tasks for i in range(n)))
+    assert len(tasks) == 2 and sum(counted) <= 4 * 10

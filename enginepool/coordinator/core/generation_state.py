@@ -65,7 +65,7 @@ class GenerationState(Generic[T]):
             self.sequences[at].end = end
         #: the tasks in which workers run some of them
         self.tasks: dict[TaskId, T] = {}
-        #: of the prompt whose sequences are next: its number, and its blocks (`prefix_affinity.py`)
+        #: of the prompt whose sequences are next, or of which one ended last: its number, and its blocks (`prefix_affinity.py`)
         self.blocks: tuple[int, list[int]] = (-1, [])
         #: by the number of a prompt: how many of its tokens an engine had in its prefix cache
         self.cached: dict[int, int] = {}

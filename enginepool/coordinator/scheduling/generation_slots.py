@@ -88,10 +88,12 @@ def remember(request: Request, place: int, worker: Worker) -> None:
     """A sequence has ended at `worker`, whose engine has its prompt and its output: what goes on from there prefers it."""
     state = request.generation
     assert state is not None
-    number = place // _generation(request).n
-    known = state.blocks[1] if state.blocks[0] == number else ()
+    number, adapter = place // _generation(request).n, _generation(request).adapter
+    if state.blocks[0] != number:
+        # Its other samples mostly end soon, too.
+        state.blocks = number, blocks_of(_prompt(request, number), adapter=adapter)
     history = b"".join((_prompt(request, number), state.sequences[place].tokens))
-    request.group.prefixes.add(blocks_of(history, known, _generation(request).adapter), worker)
+    request.group.prefixes.add(blocks_of(history, state.blocks[1], adapter), worker)
 
 
 def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, Slice]:
