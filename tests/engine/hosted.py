@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from bench.processes import free_port
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Tokenize
 from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
@@ -40,7 +41,8 @@ class HostedEngine:
     """
 
     def __init__(self, model: str, refused: dict[str, Any] | None = None, forked: bool = True, **settings: Any) -> None:
-        settings = {"device": "cpu"} | settings
+        # SGLang's own choice is one of 900, which engines that start at the same time may share.
+        settings = {"device": "cpu", "nccl_port": free_port()} | settings
         forked = forked and settings["device"] == "cpu"
         context: Any = forks.server() if forked else multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
