@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_call_publish_is_named_and_is_in_step_again_with_it
     updates.renew_receivers = True
     for rank in train(updates, "late 1"):
         assert rank["done"]["1"].startswith("UpdateAborted: ")
-        assert "trainer rank 1 has not called `publish` for 3 s; all ranks make the same calls" in rank["done"]["1"]
+        assert "trainer rank 1 has not called `publish` for 6 s; all ranks make the same calls" in rank["done"]["1"]
         assert rank["done"]["2"] == "committed"
 
 
@@ -155,8 +155,8 @@ def test_a_rank_0_that_does_not_call_publish_is_named_too(updates: FakeUpdates) 
     updates.renew_receivers = True
     first, second = train(updates, "late 0")
     assert "UpdateAborted: " in second["done"]["1"]
-    assert "trainer rank 0 has not called `publish` for 3 s" in second["done"]["1"]
-    assert "trainer rank 1 has not called `publish` for 3 s" in first["done"]["1"]
+    assert "trainer rank 0 has not called `publish` for 6 s" in second["done"]["1"]
+    assert "trainer rank 1 has not called `publish` for 6 s" in first["done"]["1"]
     assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
 
 

@@ -54,7 +54,7 @@ def main(said: Connection, rank: int, meeting: str, address: str, fault: str, er
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(Pool.connect(address)) if rank == 0 else None
             bucket = 1 << 20 if fault == "manifest" else 4096
-            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": bucket, "trainer_group": ranks, "rank_timeout": 3.0}
+            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": bucket, "trainer_group": ranks, "rank_timeout": 6.0}
             if fault != "sharded":
                 options["gather"] = gather
             publisher = await stack.enter_async_context(WeightPublisher(pool, **options))
