@@ -334,6 +334,7 @@ def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
 ) -> None:
     """SGLang's own process is kept from growing. Its group is given half as much at a time, and no request is suspected."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")  # no batch fits into what malloc keeps of the batches before
     config = PoolConfig(
         groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
         listen=f"ipc://{tmp_path}/pool.sock",
