@@ -49,6 +49,11 @@ class RequestMedia(msgspec.Struct, frozen=True, gc=False):
         """What the media of a prompt are expected to take in the engine."""
         return self.spans[prompt].tokens if prompt in self.spans else 0
 
+    def bytes_of(self, prompt: int) -> int:
+        """Bytes of the media of a prompt, as a worker is sent them."""
+        span = self.spans.get(prompt)
+        return 0 if span is None else span.stop - span.begin
+
     def of_prompt(self, prompt: int) -> tuple[list[Medium], list[FrameSpec], list[Buffer]]:
         """The media of a prompt, with their frames: slices of the same bytes. Nothing for a prompt without media."""
         span = self.spans.get(prompt)

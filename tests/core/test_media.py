@@ -11,6 +11,7 @@ import pytest
 from enginepool import errors
 from enginepool.client.media import encode_media, media_names
 from enginepool.client.session.charges import charge_of
+from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
@@ -25,13 +26,14 @@ from enginepool.protocol.messages import (
     FrameSpec,
     Generate,
     Medium,
+    Ready,
     Sampling,
     StartGeneration,
 )
 from enginepool.workers.codec import decode_generation
 from enginepool.workers.engine import TaskMedium
 from tests.core.generations import GeneratingPool, outputs
-from tests.core.machines import Sent
+from tests.core.machines import EPOCH, Sent, config
 from tests.core.test_client_generations import Streaming, request
 
 #: 8 slots, and room for two prompts with a medium each
@@ -239,6 +241,37 @@ def test_a_sequence_with_media_goes_on_where_ids_are_kept_and_else_begins_again_
     start, media = started(again)
     has = 2 if goes_on else 0
     assert (start.at, start.frames[0].shape, [one.data for one in media]) == (has, (3 + has,), [b"a"])
+
+
+def test_copies_of_media_wait_until_a_worker_has_read_those_before() -> None:
+    size = 1 << 20
+    pool = GeneratingPool(config(limits=Limits(buffer_bytes=5 * size)))
+    can = msgspec.structs.replace(EXACT, inflight_tokens=1 << 14)
+    first = pool.worker("w", can=can)
+    [task] = pool.tasks(pool.submit(pool.client(), 1, work({"images": [bytes(size)]}, 1, 6)))
+    pool.step(first, *((task, sample, 0, [5], "") for sample in range(6)))
+    second = pool.worker("v", can=can)
+    sent = pool.do(ev.WorkerBroken(0, first, "it broke"))
+    assert len(pool.tasks(sent)) == 2, "so many copies fill half of what a worker may leave unread"
+    assert not pool.tasks(pool.do(ev.WorkerHeard(0, second, unread=2 * size)))
+    assert len(pool.tasks(pool.do(ev.WorkerHeard(0, second, unread=size)))) == 1
+    # On a new link nothing is unread. What the worker had is sent again.
+    pool.do(ev.WorkerRegistered(0, b"new", "g", "v", 1, "host", EPOCH))
+    assert len(pool.tasks(pool.do(ev.WorkerSaid(0, b"new", Ready(can, 0))))) <= 2
+    seen = len(pool.tasks())
+    pool.do(ev.WorkerHeard(0, b"new", unread=0))
+    assert len(pool.tasks()) == seen + 2
+
+
+def test_no_generation_stops_for_media_that_its_worker_may_not_be_sent() -> None:
+    size = 1 << 20
+    pool = GeneratingPool(config(ageing_s=None, limits=Limits(buffer_bytes=8 * size)))
+    can = msgspec.structs.replace(EXACT, batch_rows=1, inflight_rows=1, inflight_tokens=1 << 14)
+    link, client = pool.worker(can=can), pool.client()
+    pool.submit(client, 1, work({"images": [bytes(size)]}, 1))
+    pool.submit(client, 2, work({"images": [bytes(3 * size + size // 5)]}, 1), priority=5)
+    assert not pool.stopped()
+    assert len(pool.tasks(pool.do(ev.WorkerHeard(0, link, unread=0)))) == 1 and len(pool.stopped()) == 1
 
 
 def test_a_stream_that_is_sent_again_has_its_media_behind_the_tokens_that_arrived() -> None:

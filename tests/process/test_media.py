@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from enginepool import Pool, errors
+from enginepool.config import Limits
 from enginepool.protocol.messages import Sampling
 from enginepool.workers.engine import TaskMedium
 from enginepool.workers.sim.generation import media_ids
@@ -55,6 +56,30 @@ def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_im
             assert [one.token_ids.tolist() for [one] in found] == [wanted(i, b"x", images[i]) for i in range(STREAMS)]
             # The sim engine has a digest of 8 tokens ahead of each prompt.
             assert found.usage.prompt_tokens == sum(8 + len(prompt(i)) for i in range(STREAMS))
+
+    run(scene)
+
+
+def test_samples_with_a_large_image_that_go_on_at_once_end_no_worker(processes: Processes, tmp_path: Path) -> None:
+    mb, image = 1_000_000, bytes(1_500_000)
+    limits = Limits(max_message_bytes=2 * mb, window_bytes=4 * mb, buffer_bytes=8 * mb, answers_bytes=mb)
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options=GENERATES, generates=True, limits=limits)).listening()
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready(PATIENCE_S)
+            stream, begun = pool.stream(prompt(0), images=image, n=8, **SAMPLING), set[int]()
+            while len(begun) < 8:
+                chunk = await stream.next_chunk()
+                assert chunk is not None
+                begun.add(chunk.sequence)
+            [first, second] = (await pool.status()).groups[0].workers
+            lost, other = (first, second) if first.batches else (second, first)
+            os.kill(lost.pid, signal.SIGKILL)
+            [samples] = await stream.result()
+            assert [one.token_ids.tolist() for one in samples] == [wanted(0, image)] * 8
+            left = [one for one in (await pool.status()).groups[0].workers if one.name == other.name]
+            assert [one.pid for one in left] == [other.pid], daemon.lines
 
     run(scene)
 

@@ -303,11 +303,12 @@ class TextTokenized(Event):
 
 
 class WorkerHeard(Event):
-    """A pong of a worker, or a ping with its `at`."""
+    """A pong of a worker, or a ping with its `at`. `unread`: bytes that were sent on its link and that it has not read."""
 
     link: Link
     at: int | None = None
     proof: int = 0
+    unread: int = 0
 
 
 class WorkerBroken(Event):

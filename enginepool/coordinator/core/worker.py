@@ -26,7 +26,7 @@ class Worker:
         "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
         "epoch_confirmed", "group", "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "name",
         "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing", "rows", "since", "slot",
-        "stage", "stamp", "state", "text_bytes", "texts", "version",
+        "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -73,6 +73,8 @@ class Worker:
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
+        #: bytes of media that were sent on its link, at most so many of which it has not read
+        self.unread_media = 0
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
         #: text requests that it has, in the order in which it got them and tokenizes them, and when each must be done: that of

@@ -50,7 +50,8 @@ class Registration:
             self.workers.lose(before, f"its link registered another incarnation, {e.incarnation}", kill=True, tell=False)
         if worker is not None:
             core.worker_links.pop(worker.link, None)
-            worker.link = e.link
+            if worker.link != e.link:
+                worker.link, worker.unread_media = e.link, 0
         else:
             slot = next((p for p in group.slots if p.incarnation == e.incarnation), None)
             if slot is not None and slot.state is not SlotState.UP:

@@ -88,9 +88,15 @@ class WorkerReports:
             confirm_epoch(self.core, worker)
 
     def heard(self, e: ev.WorkerHeard) -> None:
-        """A worker is alive."""
-        if self.workers.of(e.link) is not None and e.at is not None:
+        """A worker is alive, and may have read what it was sent."""
+        worker = self.workers.of(e.link)
+        if worker is None:
+            return
+        if e.at is not None:
             self.core.effects.append(ToWorker(e.link, Pong(e.at, self.core.epoch)))
+        if e.unread < worker.unread_media:
+            worker.unread_media = e.unread
+            self.core.wake(worker.group)
 
     def done(self, e: ev.BatchDone) -> None:
         """A batch is finished. Unknown ids are of an earlier attempt, and dropped."""

@@ -259,7 +259,7 @@ def make_room(requests: StreamRequests, group: Group) -> bool:
     """Generations of one worker stop where the head of the queue is more urgent and has no slot. Returns whether it has one
     now."""
     lane = group.queue.head(PLAIN)
-    tasks = [] if lane is None else to_preempt(lane, group)
+    tasks = [] if lane is None else to_preempt(requests.core, lane, group)
     for batch in tasks:
         end_batch(requests.core, batch)
         interrupted(requests, batch, lost=False)

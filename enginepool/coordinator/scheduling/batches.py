@@ -25,7 +25,7 @@ from enginepool.coordinator.core.transitions import release_reserved, reserve, s
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import longest_row
 from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
-from enginepool.coordinator.scheduling.generation_slots import next_sequences, place, start_message
+from enginepool.coordinator.scheduling.generation_slots import media_bytes, next_sequences, place, start_message
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.row_cuts import cut_next, take
@@ -172,7 +172,9 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     start_batch(batch)
     if (generation := batch.slices[0][0].generation) is not None:
         generation.tasks[batch.id] = batch
-        batch.at = len(generation.sequences[batch.slices[0][1]].tokens)
+        request, start, _ = batch.slices[0]
+        batch.at = len(generation.sequences[start].tokens)
+        worker.unread_media += media_bytes(request, start)
     timing, pace = core.config.timing, worker.pace
     expected = worker.group.speed.token_s * worker.cost
     if pace is not None:

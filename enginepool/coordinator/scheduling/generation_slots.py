@@ -28,7 +28,7 @@ from enginepool.protocol.ragged import Offsets
 EXPECTED_TOKENS = 4096
 
 
-def preferred(request: Request, least: Worker) -> Worker:
+def preferred(core: Context, request: Request, least: Worker) -> Worker:
     """The worker that had the beginning of the next prompt, if it has room, and not much more to do than `least`."""
     state = request.generation
     assert state is not None
@@ -44,7 +44,7 @@ def preferred(request: Request, least: Worker) -> Worker:
         return least
     if shared and not prefixes.may_have(worker, least, shared):
         return least
-    return worker if _task(request, worker) is not None else least
+    return worker if _task(core, request, worker) is not None else least
 
 
 def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
@@ -52,12 +52,12 @@ def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wor
     If that one has no room: on any that has. None when no sequence of it fits now."""
     head = lane.head
     assert head is not None and head.generation is not None
-    worker = preferred(head, worker)
-    found = _task(head, worker)
+    worker = preferred(core, head, worker)
+    found = _task(core, head, worker)
     if found is None:
         # The worker with the fewest tokens may have no slot left, and another one with more tokens may have some.
         for worker in sorted(generating(head.group), key=lambda one: (one.cost, one.order)):
-            if (found := _task(head, worker)) is not None:
+            if (found := _task(core, head, worker)) is not None:
                 break
     if found is None:
         return None
@@ -76,12 +76,28 @@ def generating(group: Group) -> list[Worker]:
     return [worker for worker in group.workers.values() if worker.open and worker.routing is group.routing]
 
 
-def _task(request: Request, worker: Worker) -> tuple[int, Slice] | None:
+def _task(core: Context, request: Request, worker: Worker) -> tuple[int, Slice] | None:
     """(tokens, slice) of the next sequences of `request` that fit at `worker` now; None: not one does."""
     can = worker.capabilities
     assert can is not None
+    if not media_fit(core, request, worker):
+        return None
     cost, slice_ = next_sequences(request, worker, can.inflight_rows - worker.rows)
     return (cost, slice_) if slice_[2] > slice_[1] and cost <= can.inflight_tokens - worker.cost else None
+
+
+def media_fit(core: Context, request: Request, worker: Worker) -> bool:
+    """Whether `worker` may be sent the media of the next sequences of `request`: it has read earlier media, or there is room.
+    Samples that go on after some tokens are a task each, with a copy of their media. Many at once would be more than a worker
+    may leave unread, and it would be lost."""
+    nbytes = media_bytes(request, request.back[0][0])
+    return not worker.unread_media or worker.unread_media + nbytes <= core.config.limits.buffer_bytes // 2
+
+
+def media_bytes(request: Request, place: int) -> int:
+    """Bytes of the media that a task with this sequence brings along."""
+    work = _generation(request)
+    return work.media.bytes_of(place // work.n)
 
 
 def remember(request: Request, place: int, worker: Worker) -> None:

@@ -5,21 +5,22 @@ its tokens, takes one from the lowest priority. What is stopped goes on after it
 could not go on exactly keeps its slot once it has tokens.
 """
 
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.scheduling.generation_slots import generating, next_sequences
+from enginepool.coordinator.scheduling.generation_slots import generating, media_fit, next_sequences
 from enginepool.coordinator.scheduling.lanes import Lane
 
 
-def to_preempt(lane: Lane[Request], group: Group) -> list[RunningBatch]:
+def to_preempt(core: Context, lane: Lane[Request], group: Group) -> list[RunningBatch]:
     """The tasks of one worker that have to stop so that it has room for the next sequence of the head of `lane`; [] where that
     cannot be. Workers that have the lowest priorities come first, then those with the fewest tokens."""
     head = lane.head
     if head is None or head.generation is None:
         return []
-    workers = [worker for worker in generating(group) if worker.priorities]
+    workers = [worker for worker in generating(group) if worker.priorities and media_fit(core, head, worker)]
     for worker in sorted(workers, key=lambda worker: (min(worker.priorities), worker.cost, worker.order)):
         if tasks := _of_worker(lane, head, worker):
             return tasks

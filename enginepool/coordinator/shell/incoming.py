@@ -72,6 +72,8 @@ class Incoming:
             if error.code == "unauthorized" and link in self._machine.core.worker_links:
                 self.events.append(ev.WorkerBroken(time.monotonic(), link, "its key is no longer authorized"))
             return
-        if type(event) is ev.WorkerHeard and event.proof:
-            self._workers.proved(link, event.proof)
+        if type(event) is ev.WorkerHeard:
+            if event.proof:
+                self._workers.proved(link, event.proof)
+            event.unread = self._workers.unread_of(link)
         self.events.append(event)
