@@ -44,8 +44,8 @@ class Answers:
     def __init__(self, path: Path, file: IO[bytes], *, mixed_versions: bool) -> None:
         self.path = path
         self.versions = AnswerVersions(path, mixed=mixed_versions)
-        self.answered = 0
-        self.failed = 0
+        self.answered: int = 0
+        self.failed: int = 0
         self._file = file
 
     @property
@@ -55,6 +55,9 @@ class Answers:
 
     def __contains__(self, line: int) -> bool:
         return False
+
+    def withdraw_errors(self) -> None:
+        """Take back what this run wrote, if it is errors alone: with other options these lines may have none."""
 
     def add(self, line: bytes, *, failed: bool) -> None:
         """Append a whole output line, so that it outlives this process."""
@@ -91,6 +94,8 @@ class AnswerFile(Answers):
                 self._file.truncate(torn_at)
             if retry_errors and self.failed:
                 self._drop_errors()
+            #: what it holds when the run begins: bytes, answers, errors
+            self._before = os.fstat(self._file.fileno()).st_size, self.answered, self.failed
         except BaseException:  # also Ctrl-C: __exit__ is not called then; raised again
             self._file.close()
             raise
@@ -110,6 +115,12 @@ class AnswerFile(Answers):
 
     def __contains__(self, line: int) -> bool:
         return line < len(self._crcs) and self._crcs[line] != 0
+
+    def withdraw_errors(self) -> None:
+        size, answered, failed = self._before
+        if self.answered == answered:
+            self._file.truncate(size)
+            self.failed = failed
 
     def _lock(self) -> None:
         try:

@@ -133,7 +133,11 @@ def _answer_all(run: "_FileRun[Any]", source: Path, address: str, concurrency: i
                             task.cancel()
                         await asyncio.gather(loading, showing, *takers, return_exceptions=True)
 
-        run_interruptible(main, interrupted)
+        try:
+            run_interruptible(main, interrupted)
+        finally:
+            if run.lacks_group:
+                answers.withdraw_errors()
 
 
 def _conclude(answers: Answers) -> None:
@@ -154,6 +158,8 @@ class _FileRun(Generic[L]):
     def __init__(self, form: type[L], ask: Ask[L], options: dict[str, Any], answers: Answers, seed: int) -> None:
         self.options = options
         self.answers = answers
+        #: neither a line nor the command said which group, and the pool has several
+        self.lacks_group = False
         self._form = form
         self._ask = ask
         self._seed = seed
@@ -179,7 +185,7 @@ class _FileRun(Generic[L]):
         try:
             line = read_line(text, self._form)
         except BadLine as error:
-            answers.add(output_line(number, crc, None, error_columns(number, error)), failed=True)
+            answers.add(output_line(number, crc, error.line, error_columns(number, error)), failed=True)
             return True
         try:
             columns = await self._ask(pool, line, line.settings(self.options))
@@ -187,6 +193,7 @@ class _FileRun(Generic[L]):
             if error.retry or error.code in NOT_OF_THE_LINE:
                 raise CommandFailed(f"stopped at line {number}: {error}; {answers.resumed}") from None
             if error.code == "unknown_group" and line.group is None:
+                self.lacks_group = True
                 raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
             answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
         else:

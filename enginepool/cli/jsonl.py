@@ -1,5 +1,6 @@
 """Lines of the files that `enginepool score` and the like read and write: JSON, one object on each line."""
 
+import contextlib
 import re
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,8 +24,22 @@ MAX_LINE_BYTES = 512 << 20
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
+class _Named(msgspec.Struct):
+    """As much of a line as its answer has, too."""
+
+    id: str | int | None = None
+    group: str | None = None
+
+
 class BadLine(Exception):
-    """An input line that is not a request. The message says why, without the number of the line."""
+    """An input line that is not a request. The message says why, without the number of the line. `line`: what could be read of
+    it."""
+
+    def __init__(self, why: str, text: bytes = b"") -> None:
+        super().__init__(why)
+        self.line: _Named | None = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            self.line = msgspec.json.decode(text, type=_Named)
 
 
 class InputLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,7 +92,7 @@ def read_line(text: bytes, form: type[L]) -> L:
     try:
         return msgspec.json.decode(text, type=form)
     except msgspec.ValidationError as error:
-        raise BadLine(_wrong(*located(str(error)), form)) from None
+        raise BadLine(_wrong(*located(str(error)), form), text) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine(f"not JSON: {error}") from None
 
@@ -96,7 +111,7 @@ def _wrong(field: str, what: str, form: type[InputLine]) -> str:
     return f"{field}: {what}" if field else what
 
 
-def output_line(number: int, crc: int, line: InputLine | None, columns: dict[str, Any]) -> bytes:
+def output_line(number: int, crc: int, line: InputLine | _Named | None, columns: dict[str, Any]) -> bytes:
     """The output line for input line `number`; `line` is None where that could not be read."""
     record: dict[str, Any] = {"line": number, "input_crc": crc}
     if line is not None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from enginepool.cli import file_run
-from enginepool.errors import BadRequest, PoolDown
+from enginepool.errors import BadRequest, PoolDown, UnknownGroup
 from tests.process.commands import call, records
 
 
@@ -46,6 +46,8 @@ class StandIn:
         self.settings.append(settings)
         if query == "refuse":
             raise BadRequest("items[0]: too long", field="items[0]", limit="9")
+        if query == "which group?" and not settings["group"]:
+            raise UnknownGroup("group: name one of: a, b")
         if query == "down":
             raise PoolDown("no worker of group policy is left")
         if query == "interrupt":
@@ -188,7 +190,7 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         '{"query": "a"}': "needs query and items, or prompts and responses, or messages",
         '{"query": "a", "items": ["b"], "prompts": ["c"]}': "needs query and items, or prompts and responses",
         '{"query": "a", "items": "b"}': "items: a string; must be a list, or null",
-        '{"query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
+        '{"id": "r6", "query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
         '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: a number; must be a whole number, or null",
         '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
     }
@@ -211,6 +213,12 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         "limit": "9",
     }
     assert "line 10: not JSON" in found[10]["error"]["message"]
+    assert found[6]["id"] == "r6" and "id" not in found[7]
+    source.write_text('{"id": [1], "query": "a"}\n{"id": 7, "query": "a", "group": "g", "timeout": "1 s"}\n')
+    target.unlink()
+    assert call("score", source, target)[0] == 1
+    found = records(target)
+    assert found[1].keys() == {"line", "input_crc", "error"} and (found[2]["id"], found[2]["group"]) == (7, "g")
 
 
 def test_errors_stay_until_they_are_asked_again(
@@ -241,6 +249,22 @@ def test_when_the_pool_is_down_the_run_stops_and_blames_no_line(pool: StandIn, f
     assert code == 1
     assert err.endswith("stopped at line 2: no worker of group policy is left; run the same command again to continue\n")
     assert records(target).keys() == {1}
+
+
+def test_a_run_that_lacks_a_group_leaves_no_error_behind_and_goes_on_with_one(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    ask = '{"query": "which group?", "items": ["b"]}\n'
+    source.write_text('{"query": "a"}\n{"query": "refuse", "items": ["b"]}\n' + ask)
+    code, _, err = call("score", source, target, "--concurrency", 1)
+    assert code == 2 and err.endswith("group: name one of: a, b; choose one with --group\n") and not target.exists()
+    assert call("score", source, target, "--concurrency", 1, "--group", "a")[0] == 1
+    found = records(target)
+    assert found[3]["scores"] == [[1]] and "error" in found[1] and "error" in found[2]
+    # Answers that it has are kept.
+    source.write_text('{"query": "a"}\n{"query": "q", "items": ["b"], "group": "b"}\n' + ask)
+    target.unlink()
+    assert call("score", source, target, "--concurrency", 1)[0] == 2
+    assert records(target).keys() == {1, 2}
 
 
 @pytest.mark.parametrize(("query", "code"), [("interrupt", 130), ("terminate", 143)])
