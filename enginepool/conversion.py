@@ -5,6 +5,7 @@ from typing import Any
 
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _WRONG_TYPE = re.compile(r"Expected `(.*)`, got `(.*)`")
+_TOO_LONG = re.compile(r"Expected `(.*)` of length <= (\d+)")
 _TYPES = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list"}
 #: msgspec's names of types, as TOML has them, and as JSON has them
 TOML = {**_TYPES, "object": "a table", "null": "left out"}
@@ -24,6 +25,15 @@ def wrong_type(what: str, types: dict[str, str]) -> tuple[str, str]:
         return "", ""
     allowed = ", or ".join(types.get(name, name) for name in found.group(1).split(" | "))
     return allowed, types.get(found.group(2), found.group(2))
+
+
+def too_long(what: str, table: Any, path: str) -> tuple[str, str]:
+    """(received, allowed) of a value at `path` that is too long: its length, and the largest; ("", "") if something else is
+    wrong with it."""
+    found = _TOO_LONG.fullmatch(what)
+    if not found:
+        return "", ""
+    return f"{len(value_at(table, path))} {'characters' if found.group(1) == 'str' else 'entries'}", found.group(2)
 
 
 def value_at(table: Any, path: str) -> Any:

@@ -246,8 +246,10 @@ def error_from(failure: ErrorReply, names: Mapping[str, str] | None = None) -> E
     `names` maps the wire's names of fields to the caller's own (`labels` to `label_token_ids`, or `media[0]` to `images`).
     """
     cls = BY_CODE.get(failure.code)
-    wire, rest = (failure.field, "") if failure.field in (names or {}) else _first_name(failure.field)
-    own = (names or {}).get(wire, wire)
+    # A caller without the role may send no message of this type, with any arguments.
+    names = {} if names is None or failure.code == "forbidden" else names
+    wire, rest = (failure.field, "") if failure.field in names else _first_name(failure.field)
+    own = names.get(wire, wire)
     message = failure.message
     if own != wire and message.startswith(wire):
         message = own + message[len(wire) :]

@@ -51,13 +51,19 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.prompt is None:
-            raise ValueError("needs prompt")
+        if not self.prompt:
+            raise ValueError("prompt: empty" if self.prompt is not None else "needs prompt")
+        for name in ("images", "videos", "audio"):
+            media: str | list[str] | None = getattr(self, name)
+            for at, url in enumerate([media] if isinstance(media, str) else media or ()):
+                if not url.lower().startswith(("data:", "https:", "http:")):
+                    where = name if isinstance(media, str) else f"{name}[{at}]"
+                    raise ValueError(f"{where}: {url[:40]!r}; a URL (https:, http: or data:)")
 
 
 async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> dict[str, Any]:
-    media = {name: [settings[name]] for name in ("images", "videos", "audio") if settings[name] is not None}
-    found = await pool.generate([line.prompt], **{**settings, **media})  # pyright: ignore[reportArgumentType]
+    assert line.prompt is not None
+    found = await pool.generate(line.prompt, **settings)
     samples: list[dict[str, Any]] = []
     for one in found[0]:
         sample: dict[str, Any] = {"token_ids": one.token_ids.tolist(), "finish_reason": one.finish_reason}

@@ -1,8 +1,6 @@
 """`enginepool serve`: the pool as a daemon, described by a file or by a few flags."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +11,6 @@ from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
-
-#: the process that knows the options of engines has answered by then
-OPTIONS_S = 60.0
 
 
 def serve(
@@ -86,13 +81,14 @@ def _read(config: Path | None, flags: dict[str, Any]) -> "PoolConfig":
 def _check_host(pool: "PoolConfig", where: str) -> None:
     """Refuse what this host cannot serve with. `where` names the configuration."""
     from enginepool.config_loader import check_models, check_roots
+    from enginepool.coordinator.launchers.engine_options import check_options
     from enginepool.coordinator.launchers.gpus import check_gpus
     from enginepool.coordinator.shell.startup import check_host
 
     _check_engines(pool)
     check_models(pool, where)
     check_roots(pool, where)
-    _check_options(pool, where)
+    check_options(pool, where)
     check_gpus(pool, where)
     check_host(pool)
 
@@ -132,24 +128,3 @@ def _check_engines(pool: "PoolConfig") -> None:
                 f"group {name}: the engine sglang is not installed here: pip install 'enginepool[sglang]' on a GPU machine, "
                 'or try engine = "sim"; `enginepool doctor` says more'
             )
-
-
-def _check_options(pool: "PoolConfig", where: str) -> None:
-    """Refuse an engine's options that it does not have. Workers know which these are, and one of them is asked."""
-    import msgspec
-
-    groups = {name: group for name, group in pool.groups.items() if group.options}
-    if not groups:
-        return
-    asked = msgspec.json.encode([(group.engine, group.options) for group in groups.values()])
-    command = [sys.executable, "-m", "enginepool.workers.options"]
-    done = subprocess.run(command, input=asked, capture_output=True, timeout=OPTIONS_S, check=False)
-    if done.returncode:
-        raise CommandFailed(f"{where}: the options could not be checked: {_last_line(done.stderr)}")
-    for name, (key, why) in zip(groups, msgspec.json.decode(done.stdout, type=list[tuple[str, str]]), strict=True):
-        if why:
-            raise CommandFailed(f"{where}: groups.{name}.options{f'.{key}' if key else ''}: {why}", BAD_USAGE)
-
-
-def _last_line(output: bytes) -> str:
-    return (output.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]

@@ -147,12 +147,15 @@ _OTHER_NAMES = {
     "hidden": "return_pooled_hidden_states",
     "timeout_ms": "timeout, in seconds",
     "deadline": "timeout, in seconds",
+    "seed": "sampling_seed",
 }
 
 
 def meant(name: str, known: Sequence[str]) -> str:
     """The option that `name` was probably meant to be, as the end of a sentence; "" where that is not known."""
-    near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
+    near = _OTHER_NAMES.get(name, "")
+    if near.partition(",")[0] not in known:
+        near = next(iter(difflib.get_close_matches(name, known, 1)), "")
     return f"; did you mean {near}?" if near else ""
 
 

@@ -7,13 +7,13 @@ from typing import Any, Final, Unpack, cast
 from enginepool.client.arguments import Ids, bad, check_int, check_options, kind, utf8
 from enginepool.client.payload import encode_rows
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
-from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
+from enginepool.client.row_calls import ROW_NAMES, RowCalls, TruncatedOptions, flag
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_DIMENSIONS, Embed, Result
 
 #: What the wire calls the arguments of `embed`.
-_NAMES: Final = {"items": "inputs", "timeout_ms": "timeout"}
+_NAMES: Final = {**ROW_NAMES, "items": "inputs"}
 
 
 class EmbedOptions(TruncatedOptions, total=False):
@@ -73,7 +73,7 @@ class EmbedCalls(RowCalls):
             embeddings float32 [inputs, dimensions], and what it took; see `EmbedResult`.
 
         Raises:
-            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `type`: the model does not embed.
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `group`: the model does not embed.
             EnginepoolError: as in `score`.
 
         Cancelling the task that awaits it takes the request back.

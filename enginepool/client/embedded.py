@@ -23,6 +23,7 @@ import msgspec
 from enginepool.client.arguments import meant
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.config_loader import check_models, check_roots, checked_config, encode_config
+from enginepool.coordinator.launchers.engine_options import check_options
 from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error
@@ -40,6 +41,11 @@ _GROUP = "default"
 #: A directory whose path has more bytes is no place for the folder with all sockets: mkdtemp adds 8 to its prefix, and the
 #: longest name in it is that of the last stager.
 _LONGEST_PARENT = LONGEST_PATH - len(f"/enginepool-01234567/stagers/{_GROUP}.4095.sock")
+
+
+def _plain_names(error: ConfigError) -> ConfigError:
+    """The error in the words of a caller who named no group."""
+    return ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", ""))
 
 
 def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> PoolConfig:
@@ -63,7 +69,7 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
             raise ConfigError("model: name one, or give a whole config")
         return _checked_here(checked_config({"groups": {_GROUP: group}}))
     except ConfigError as error:
-        raise ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", "")) from None
+        raise _plain_names(error) from None
     except TypeError as error:
         raise ConfigError(f"configuration: {error}") from None
 
@@ -71,6 +77,16 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
 def _checked_here(config: PoolConfig) -> PoolConfig:
     where = "configuration"
     return check_gpus(check_roots(check_models(config, where), where), where)
+
+
+async def check_engine_options(config: PoolConfig) -> None:
+    """Raise ConfigError for an option that an engine does not have."""
+    if not any(group.options for group in config.groups.values()):
+        return
+    try:
+        await asyncio.to_thread(check_options, config, "configuration")
+    except ConfigError as error:
+        raise _plain_names(error) from None
 
 
 class EmbeddedCoordinator:

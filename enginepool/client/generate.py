@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_adapter, check_int, check_options, kind, utf8
-from enginepool.client.generations import Generation, Generations, read_generations
+from enginepool.client.generations import Continued, Generation, Generations, read_generations
 from enginepool.client.media import MediaOptions, encode_media, media_names
 from enginepool.client.payload import encode_rows
-from enginepool.client.row_calls import RowCalls, flag, set_options
+from enginepool.client.row_calls import ROW_NAMES, RowCalls, flag, set_options
 from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
 from enginepool.client.token_stream import TokenStream
 from enginepool.protocol.frames import Buffer
@@ -28,7 +28,7 @@ from enginepool.protocol.messages import (
 
 #: What the wire calls the arguments.
 _NAMES: Final = {
-    "timeout_ms": "timeout",
+    **ROW_NAMES,
     "output": "continue_from",
     "output_lengths": "continue_from",
     "ended": "continue_from",
@@ -161,9 +161,9 @@ def _as_rows(prompts: Any) -> Any:
 
 def _request(
     name: str, rows: Sequence[Any], options: GenerateOptions, *, single: bool
-) -> tuple[Generate, Sequence[Buffer], Sequence[Generation], dict[str, str]]:
-    """The request for prompts in the argument `name`, its frames, the sequences that it continues, and what the caller calls
-    the fields of the wire."""
+) -> tuple[Generate, Sequence[Buffer], Continued, dict[str, str]]:
+    """The request for prompts in the argument `name`, its frames, what it continues, and what the caller calls the fields of
+    the wire."""
     specs, frames = encode_rows(name, rows)
     prompts = specs[1].shape[0]
     if prompts > MAX_SEQUENCES:
@@ -190,7 +190,8 @@ def _request(
         request.frames, frames = [*request.frames, *specs], (*frames, *media)
         if request.prompt_logprobs:
             raise bad("prompt_logprobs", "prompt_logprobs: given with media, whose tokens have none; leave it out")
-    return request, frames, earlier, {**_NAMES, "items": name, **media_names(options, prompts, single=single)}
+    continued = Continued(earlier, _prompts(options.get("continue_from"), request))
+    return request, frames, continued, {**_NAMES, "items": name, **media_names(options, prompts, single=single)}
 
 
 def _earlier(given: Any, prompts: int, request: Generate) -> list[Generation]:
@@ -215,6 +216,17 @@ def _earlier(given: Any, prompts: int, request: Generate) -> list[Generation]:
             _check_generation(f"{where}[{i}]", one, request)
             found.append(one)
     return found
+
+
+def _prompts(given: Any, request: Generate) -> list[tuple[Any, Any, Any]]:
+    """What `continue_from` has of prompts, if it is what an earlier call returned and has as much as is asked for."""
+    if not isinstance(given, Generations) or not request.prompt_logprobs or given.prompt_logprobs is None:
+        return []
+    none, k = (None,) * len(given), request.top_logprobs
+    rows = zip(given.prompt_logprobs, given.prompt_top_ids or none, given.prompt_top_logprobs or none, strict=True)
+    return [
+        row if row[0] is not None and (0 if row[1] is None else row[1].shape[1]) == k else (None, None, None) for row in rows
+    ]
 
 
 def _check_generation(where: str, one: Any, request: Generate) -> None:

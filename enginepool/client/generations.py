@@ -24,7 +24,7 @@ S = TypeVar("S")
 
 
 class TokenUsage(NamedTuple):
-    """Sequences; tokens of the prompts, each prompt counted once; tokens of all sequences, with those that the call continued;
+    """Sequences; tokens of the prompts, each prompt counted once; tokens that were generated, without those of `continue_from`;
     and, of the tokens of the prompts, those that engines had in their prefix cache."""
 
     sequences: int
@@ -73,11 +73,12 @@ class Generations(Sequence[tuple[Generation, ...]]):
 
     Attributes:
         groups: for each prompt the tuple of its samples.
-        version: the newest weights that computed a token of it.
+        version: the newest weights that computed a token of it; without a token, the committed ones.
         usage: sequences and tokens.
         timings: time in the queue, and in the engines.
         prompt_logprobs: if asked for, of each prompt float32 [its tokens]: the logarithm of the probability of each token given
-            those before it, NaN for the first one. None in the place of a prompt of which this call generated no token.
+            those before it, NaN for the first one. A prompt of which this call generated no token has those of `continue_from`,
+            where that has some, else None.
         prompt_top_ids, prompt_top_logprobs: if both are asked for, of each prompt int32 and float32 [its tokens, k]: in the
             place of each token the k most probable ones; −1 and NaN for the first one. None as in `prompt_logprobs`.
         workers: names of the workers that generated tokens in this call, as in `enginepool status`; of very many the first
@@ -107,6 +108,13 @@ class Generations(Sequence[tuple[Generation, ...]]):
         return iter(self.groups)
 
 
+class Continued(NamedTuple):
+    """What a call continues: sequences, in the order of the wire, and what is known of their prompts."""
+
+    sequences: Sequence[Generation] = ()
+    prompts: Sequence[tuple[Floats | None, TopIds | None, Floats | None]] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChunk:
     """The next tokens of a stream.
@@ -133,13 +141,11 @@ class TokenChunk:
     hidden_states: Floats | None = None
 
 
-def read_generations(
-    request: Generate, earlier: Sequence[Generation], answer: Generated, frames: Sequence[Buffer]
-) -> Generations:
+def read_generations(request: Generate, earlier: Continued, answer: Generated, frames: Sequence[Buffer]) -> Generations:
     """The generations in an answer to `request`; its frames have the announced lengths. The arrays are the caller's to change.
 
     Args:
-        earlier: the sequences that the request continues; empty if it continues none.
+        earlier: what the request continues; empty if it continues none.
 
     Raises:
         Malformed: the answer does not answer this request.
@@ -153,7 +159,7 @@ def read_generations(
         raise Malformed(f"the answer cannot be read: {error.message}", field=error.field) from None
     found: list[Generation] = []
     for number, sequence in enumerate(sequences):
-        before = earlier[number] if earlier else None
+        before = earlier.sequences[number] if earlier.sequences else None
         has = 0 if before is None else len(before.token_ids)
         if sequence.start != has:
             text = f"starts[{number}]: {sequence.start} in an answer that continues {has} tokens"
@@ -162,12 +168,13 @@ def read_generations(
         found.append(_joined(before, sequence, request, *details))
     groups = tuple(tuple(found[first : first + request.n]) for first in range(0, rows, request.n))
     usage, times = answer.usage, answer.timings
+    continued = sum(len(one.token_ids) for one in earlier.sequences)
     generations = Generations(
         groups,
-        answer.version,
-        TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
+        max((version for one in found for version, _ in one.spans), default=answer.version),
+        TokenUsage(usage.sequences, usage.prompt_tokens, usage.output_tokens - continued, usage.cached_tokens),
         RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
-        *_of_prompts(prompts, len(groups), request),
+        *_of_prompts(prompts, len(groups), request, earlier),
         workers=tuple(answer.workers),
     )
     interrupted = sum(one.finish_reason == "interrupted" for one in found)
@@ -177,12 +184,12 @@ def read_generations(
     return generations
 
 
-def _of_prompts(found: Mapping[int, Buffer], count: int, request: Generate) -> list[Any]:
+def _of_prompts(found: Mapping[int, Buffer], count: int, request: Generate, earlier: Continued) -> list[Any]:
     """The last three attributes of `Generations`."""
     if not request.prompt_logprobs:
         return [None] * 3
-    none: tuple[None, None, None] = (None, None, None)
-    rows = [read_arrays(found[at], request.top_logprobs) if at in found else none for at in range(count)]
+    known = earlier.prompts or [(None, None, None)] * count
+    rows = [read_arrays(found[at], request.top_logprobs) if at in found else known[at] for at in range(count)]
     columns = [*zip(*rows, strict=True)]
     return columns if request.top_logprobs else [columns[0], None, None]
 

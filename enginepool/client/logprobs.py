@@ -9,14 +9,14 @@ import numpy as np
 from enginepool.client.arguments import Ids, bad, check_int, check_options
 from enginepool.client.payload import Ids32, Payload, check_labels, encode_pairs, encode_shared
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, frame_of
-from enginepool.client.row_calls import RowCalls, TruncatedOptions
+from enginepool.client.row_calls import ROW_NAMES, RowCalls, TruncatedOptions
 from enginepool.errors import Malformed
 from enginepool.protocol.basis import Dtype
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_PLACE_LABELS, MAX_TOP_LOGPROBS, Logprobs, Result
 
 #: What the wire calls the arguments of `logprobs`.
-_NAMES: Final = {"query": "prompts", "items": "responses", "labels": "label_token_ids", "timeout_ms": "timeout"}
+_NAMES: Final = {**ROW_NAMES, "query": "prompts", "items": "responses", "labels": "label_token_ids"}
 
 
 class LogprobsOptions(TruncatedOptions, total=False):
@@ -85,7 +85,7 @@ class LogprobsCalls(RowCalls):
             logprobs, an array float32 [tokens] for each response, and what it took; see `LogprobsResult`.
 
         Raises:
-            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `type`: the model does not predict
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `group`: the model does not predict
                 tokens, or the group's workers are packed.
             EnginepoolError: as in `score`.
 

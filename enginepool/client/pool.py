@@ -134,12 +134,13 @@ class Pool(RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, 
             ConfigError: a setting cannot work; the message names its key.
             PoolDown: the coordinator ended at once; the message has its exit code and last lines.
         """
-        from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
+        from enginepool.client.embedded import EmbeddedCoordinator, check_engine_options, embedded_config
 
         start_timeout = check_timeout(start_timeout, "start_timeout") or 60.0
         whole = embedded_config(config, {"model": model, "workers": workers, "engine": engine, "device": device, **settings})
 
         async def open_() -> Pool:
+            await check_engine_options(whole)
             coordinator = EmbeddedCoordinator(whole)
             pool = cls(Connection(coordinator.address, key_for(coordinator.address, coordinator.keys)))
             pool._coordinator = coordinator

@@ -19,6 +19,9 @@ from enginepool.protocol.messages import Generate, Generated, Result, RowRequest
 
 A = TypeVar("A", Result, Generated)
 
+#: What the wire calls the arguments of all calls. A call that a group does not serve is of a wrong type there.
+ROW_NAMES = {"timeout_ms": "timeout", "type": "group"}
+
 
 class RowOptions(TypedDict, total=False):
     """The options of every call for rows. `Pool.score` says what each one does."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from enginepool.client.arguments import Ids, bad, kind, utf8
 from enginepool.client.row_calls import RowOptions
-from enginepool.conversion import located, wrong_type
+from enginepool.conversion import located, too_long, wrong_type
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Sampling
 from enginepool.protocol.sampling import GRAMMARS, MASKS, check_sampling
@@ -61,6 +61,9 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
         sampling = msgspec.convert(given, Sampling)
     except msgspec.ValidationError as error:
         field, what = located(str(error))
+        length, most = too_long(what, given, field)
+        if most:
+            raise bad(field, f"{field}: {length}; at most {most}", most) from None
         allowed, received = wrong_type(what, _PYTHON)
         name = field.partition("[")[0]
         shown = kind(given.get(name)) if field == name else received

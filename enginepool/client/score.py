@@ -17,7 +17,7 @@ from enginepool.client.payload import (
     encode_shared,
 )
 from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
-from enginepool.client.row_calls import RowCalls, TruncatedOptions, flag
+from enginepool.client.row_calls import ROW_NAMES, RowCalls, TruncatedOptions, flag
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Result, Score
@@ -28,7 +28,7 @@ _SCORE_NAMES = {
     "label_texts": "labels",
     "softmax": "apply_softmax",
     "hidden": "return_pooled_hidden_states",
-    "timeout_ms": "timeout",
+    **ROW_NAMES,
 }
 _CHAT_NAMES = {**_SCORE_NAMES, "items": "messages", "chat": "chat_template_kwargs"}
 _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from enginepool.client.connection import Connection
-from enginepool.client.generations import Generation, Generations, TokenChunk, read_arrays, read_generations, read_states
+from enginepool.client.generations import Continued, Generations, TokenChunk, read_arrays, read_generations, read_states
 from enginepool.client.notices import Notices
 from enginepool.client.session.events import Answer, Fail, Heard, StreamPart
 from enginepool.errors import Malformed
@@ -67,7 +67,7 @@ class TokenStream:
         notices: Notices,
         request: Generate,
         frames: Sequence[Buffer],
-        earlier: Sequence[Generation],
+        earlier: Continued,
         within: float | None,
         retry_busy: bool,
         names: Mapping[str, str],

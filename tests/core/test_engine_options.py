@@ -16,7 +16,7 @@ from enginepool.workers.options import judge
         ("sim", {"vocab": 0}, "", "vocab = 0: must be more than 0"),
         ("sim", {"vocab": "many"}, "", "vocab = 'many': must be a whole number"),
         ("sim", {"tensors": 3}, "", "tensors = 3: must be a list"),
-        ("sglang", {"device": "cpu"}, "device", "not set here: it comes from device"),
+        ("sglang", {"device": "cpu"}, "device", "not set here: it comes from device of the group"),
         ("sglang", {"tp_sise": 2}, "tp_sise", "the engine sglang installed here has no such option; did you mean 'tp_size'?"),
     ],
 )

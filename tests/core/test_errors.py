@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from enginepool import errors
+from enginepool.client.row_calls import ROW_NAMES
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import ErrorReply
 
@@ -45,6 +46,14 @@ def test_fields_are_named_as_the_caller_knows_them():
     failure = ErrorReply("bad_request", "labels[1]: too large", field="labels[1]")
     error = errors.error_from(failure, {"labels": "label_token_ids"})
     assert (error.field, str(error)) == ("label_token_ids[1]", "label_token_ids[1]: too large")
+
+
+def test_a_call_that_a_group_does_not_serve_is_about_the_group_and_one_that_a_role_may_not_make_is_not():
+    text = "type: generate is not an operation of this group; its workers have: score"
+    unserved = errors.error_from(ErrorReply("bad_request", text, field="type"), ROW_NAMES)
+    assert (unserved.field, str(unserved).partition(" ")[0]) == ("group", "group:")
+    forbidden = errors.error_from(ErrorReply("forbidden", "type: score needs the role client", field="type"), ROW_NAMES)
+    assert (forbidden.field, str(forbidden)) == ("type", "type: score needs the role client")
 
 
 def test_errors_are_caught_by_the_builtin_names_that_fit():

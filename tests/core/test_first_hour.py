@@ -12,7 +12,9 @@ from enginepool import BlockingPool, Pool
 from enginepool.client.absent import LATER
 from enginepool.client.arguments import check_address, check_options
 from enginepool.client.embedded import embedded_config
+from enginepool.client.generate import GenerateOptions
 from enginepool.client.payload import encode_pairs, encode_shared
+from enginepool.client.sampling import sampling_of
 from enginepool.client.score import ScoreOptions
 from enginepool.config import PoolConfig
 from enginepool.coordinator.operations.score import SCORE
@@ -70,6 +72,27 @@ def test_an_option_by_another_name_is_told_its_own(option: str, said: str) -> No
     with pytest.raises(TypeError) as caught:
         check_options("score", {"priority": 1, option: 1}, ScoreOptions)
     assert said in str(caught.value)
+
+
+def test_a_hint_names_an_option_that_the_call_has() -> None:
+    with pytest.raises(TypeError, match=r"no argument 'seed'; did you mean sampling_seed\?$"):
+        check_options("generate", {"seed": 1}, GenerateOptions)
+    with pytest.raises(TypeError, match=r"no argument 'seed'$"):
+        check_options("score", {"seed": 1}, ScoreOptions)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("stop_token_ids", list(range(300)), "stop_token_ids: 300 entries; at most 256"),
+        ("logit_bias", dict.fromkeys(range(257), 1.0), "logit_bias: 257 entries; at most 256"),
+        ("stop", ["a", "b" * 5000], "stop[1]: 5000 characters; at most 1024"),
+    ],
+)
+def test_what_is_too_long_is_told_its_length(option: str, value: object, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        sampling_of({option: value})
+    assert str(refused.value) == said and refused.value.limit == said.rpartition(" ")[2]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.client.generate import GenerateCalls
-from enginepool.client.generations import Generation, read_generations
+from enginepool.client.generations import Continued, Generation, read_generations
 from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
@@ -132,7 +132,7 @@ def test_a_stream_gets_them_with_its_tokens_and_the_answer_has_all() -> None:
     assert isinstance(answer.message, Generated)
     [row] = read_generated(answer.message, answer.frames, 1, ASKED)
     assert bytes(row.hidden_states) == states([1, 2, 3, 4], SIZE)
-    found = read_generations(ASKED, [], answer.message, answer.frames)[0][0].hidden_states
+    found = read_generations(ASKED, Continued(), answer.message, answer.frames)[0][0].hidden_states
     assert found is not None and found.dtype == np.float32 and found[:, 0].tolist() == [1, 2, 3, 4]
 
 
@@ -219,7 +219,7 @@ def test_a_stream_that_is_sent_again_keeps_those_that_arrived() -> None:
     [answer] = pool.generated(4, at=3, reason="stop")
     assert isinstance(answer.message, Generated)
     _, whole, frames = received.finish(answer.message, answer.frames)
-    found = read_generations(ASKED, [], whole, frames)[0][0]
+    found = read_generations(ASKED, Continued(), whole, frames)[0][0]
     assert found.token_ids.tolist() == [1, 2, 3, 4]
     assert found.hidden_states is not None and found.hidden_states.tobytes() == states([1, 2, 3, 4], SIZE)
 
@@ -234,9 +234,9 @@ def test_those_of_earlier_parts_are_joined_and_nan_where_there_are_none() -> Non
     [answer] = pool.generated(3, at=2, reason="stop")
     assert isinstance(answer.message, Generated)
     known = np.frombuffer(states([1, 2], SIZE), np.float32).reshape(2, SIZE)
-    joined = read_generations(asked, [before(known)], answer.message, answer.frames)[0][0].hidden_states
+    joined = read_generations(asked, Continued([before(known)]), answer.message, answer.frames)[0][0].hidden_states
     assert joined is not None and joined.tobytes() == states([1, 2, 3], SIZE)
-    joined = read_generations(asked, [before(None)], answer.message, answer.frames)[0][0].hidden_states
+    joined = read_generations(asked, Continued([before(None)]), answer.message, answer.frames)[0][0].hidden_states
     assert joined is not None and np.isnan(joined[:2]).all() and joined[2:].tobytes() == states([3], SIZE)
 
 
@@ -248,5 +248,5 @@ def test_without_new_tokens_those_of_earlier_parts_stay() -> None:
     [answer] = pool.submit(client, 1, work)
     assert isinstance(answer.message, Generated)
     known = np.frombuffer(states([1, 2], SIZE), np.float32).reshape(2, SIZE)
-    found = read_generations(ASKED, [before(known)], answer.message, answer.frames)[0][0].hidden_states
+    found = read_generations(ASKED, Continued([before(known)]), answer.message, answer.frames)[0][0].hidden_states
     assert found is not None and found.tobytes() == states([1, 2], SIZE)

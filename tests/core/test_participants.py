@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from enginepool.client.generations import Generation, read_generations
+from enginepool.client.generations import Continued, Generation, read_generations
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.participants import with_worker
 from enginepool.errors import Malformed
@@ -110,7 +110,7 @@ def read(places: list[list[tuple[int, int]]], *, workers: tuple[str, ...] = ("a"
     )  # fmt: skip
     frames = [bytes(4 * count), np.array([count], np.uint32).tobytes()]
     earlier = Generation(np.zeros(2, np.int32), None, "length", None, ((0, 2),), workers=(("b", 2),))
-    return read_generations(asked, [earlier], message, frames)[0][0]
+    return read_generations(asked, Continued([earlier]), message, frames)[0][0]
 
 
 def test_a_client_learns_which_tokens_each_worker_generated() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from enginepool.client.generate import GenerateCalls
-from enginepool.client.generations import Generation, read_generations
+from enginepool.client.generations import Continued, Generation, read_generations
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
 from enginepool.coordinator.operations.generate import GENERATE
@@ -69,7 +69,7 @@ def answered(sent: list[Sent]) -> Sent:
 def experts_of(sent: list[Sent], n: int = 1, before: Sequence[Generation] = ()) -> list[Any]:
     one = answered(sent)
     assert isinstance(one.message, Generated)
-    return [sample.routed_experts for sample in read_generations(asked(n), before, one.message, one.frames)[0]]
+    return [sample.routed_experts for sample in read_generations(asked(n), Continued(before), one.message, one.frames)[0]]
 
 
 # --- what is refused, and what it costs ---------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_an_interrupted_sequence_has_none() -> None:
     one = answered(pool.do(ev.WorkerBroken(0, pool.link, "it is gone")))
     assert isinstance(one.message, Generated) and one.message.experts == [4, 0]
     message = msgspec.structs.replace(asked(2), partial=True)
-    first, second = read_generations(message, [], one.message, one.frames)[0]
+    first, second = read_generations(message, Continued(), one.message, one.frames)[0]
     assert first.routed_experts is not None and first.routed_experts.shape == (4, *SHAPE) and second.routed_experts is None
 
 

@@ -305,7 +305,7 @@ def test_closing_kills_a_coordinator_that_does_not_end(stand_in: Callable[[str],
 def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
     stand_in("stubborn")
     monkeypatch.setattr(embedded, "_END_S", 0.1)
-    config = PoolConfig(groups={"g": SIM}, timing=Timing(drain_s=0.1))
+    config = PoolConfig(groups={"g": msgspec.structs.replace(SIM, options={})}, timing=Timing(drain_s=0.1))
     before = set(psutil.Process().children())
 
     async def main() -> set[psutil.Process]:
@@ -348,6 +348,23 @@ def test_a_setting_that_cannot_work_is_refused_by_its_name_before_anything_start
     with pytest.raises(errors.ConfigError) as caught:
         Pool.start(**arguments)
     assert said in str(caught.value)
+
+
+def test_an_option_that_no_engine_has_is_refused_by_its_name_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    def started(*_: object) -> None:
+        raise AssertionError("a coordinator is started")
+
+    monkeypatch.setattr(EmbeddedCoordinator, "start", started)
+
+    async def main() -> None:
+        with pytest.raises(errors.ConfigError) as refused:
+            await Pool.start("m", engine="sim", options={"vocap": 3})
+        assert str(refused.value) == "configuration: options.vocap: the engine sim has no such option; did you mean 'vocab'?"
+        whole = PoolConfig(groups={"g": SIM, "h": msgspec.structs.replace(SIM, options={"vocab": 0})})
+        with pytest.raises(errors.ConfigError, match=r"groups.h.options: .*vocab = 0: must be more than 0"):
+            await Pool.start(config=whole)
+
+    asyncio.run(main())
 
 
 def test_defaults_and_open_ports_become_private_and_what_was_chosen_is_kept(tmp_path: Path):

@@ -107,7 +107,7 @@ def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp
         wanted, chances, _ = expected_output(prompt(7), sampling, sample=number, vocab=VOCAB)
         assert sample["token_ids"] == wanted
         np.testing.assert_allclose(sample["logprobs"], chances, rtol=1e-5)
-    assert found[9]["error"]["field"] == "temperature" and found[10]["error"]["field"] == "prompts[0]"
+    assert found[9]["error"]["field"] == "temperature" and found[10]["error"]["message"] == "line 10: prompt: empty"
     adapted, _, _ = expected_output(
         prompt(9), Sampling(temperature=0.0, max_new_tokens=9), sample=0, vocab=VOCAB, adapter="french"
     )

@@ -112,8 +112,15 @@ def test_a_worker_reads_paths_under_its_media_root_and_refuses_others(processes:
     # The command takes URLs, also those with the bytes in them.
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     url = "data:image/png;base64," + base64.b64encode(b"an image").decode()
-    lines = [{"prompt": prompt(1), "images": url}, {"prompt": prompt(2), "images": [url, url]}, {"prompt": prompt(3)}]
+    lines: list[dict[str, Any]] = [
+        {"prompt": prompt(1), "images": url}, {"prompt": prompt(2), "images": [url, url]}, {"prompt": prompt(3)},
+        {"prompt": prompt(4), "images": [url, "a.png"]}, {"prompt": prompt(5), "images": "https://a.b/c.png"}, {"prompt": []},
+    ]  # fmt: skip
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert call("generate", source, target, "--connect", daemon.address, "--temperature", "0", "--max-new-tokens", "3")[0] == 0
+    assert call("generate", source, target, "--connect", daemon.address, "--temperature", "0", "--max-new-tokens", "3")[0] == 1
     found = [records(target)[line]["samples"][0]["token_ids"] for line in (1, 2, 3)]
     assert found == [wanted(1, b"an image")[:3], wanted(2, b"an image", b"an image")[:3], wanted(3)[:3]]
+    failed = [records(target)[line]["error"]["message"] for line in (4, 5, 6)]
+    assert failed[0] == "line 4: images[1]: 'a.png'; a URL (https:, http: or data:)"
+    assert failed[1].startswith("line 5: images: a URL, and the workers of this group fetch none")
+    assert failed[2] == "line 6: prompt: empty"

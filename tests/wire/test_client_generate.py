@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,8 +160,8 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"stop": [3]}, "stop[0]", ""),
     ("a", {"stop": ["\ud800"]}, "stop[0]", ""),
     ("a", {"stop": ["é" * 1024] * 256, "stop_regex": ["é" * 1024]}, "stop", "65536"),
-    ("a", {"stop": ["a" * 1025]}, "stop[0]", ""),
-    ("a", {"stop": ["a"] * 257}, "stop", ""),
+    ("a", {"stop": ["a" * 1025]}, "stop[0]", "1024"),
+    ("a", {"stop": ["a"] * 257}, "stop", "256"),
     ("a", {"stop_regex": ""}, "stop_regex", ""),
     ("a", {"stop_token_ids": [1, -1]}, "stop_token_ids[1]", str(2**31 - 1)),
     ("a", {"stop_token_ids": 5}, "stop_token_ids", ""),
@@ -171,12 +172,12 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"sampling_seed": -1}, "sampling_seed", str(2**63 - 1)),
     ("a", {"sampling_seed": 2**70}, "sampling_seed", str(2**63 - 1)),
     ("a", {"json_schema": {}}, "json_schema", ""),
-    ("a", {"regex": "a" * 65_537}, "regex", ""),
+    ("a", {"regex": "a" * 65_537}, "regex", "65536"),
     ("a", {"regex": "\ud800"}, "regex", ""),
     ("a", {"ebnf": "x", "structural_tag": "y"}, "structural_tag", "1"),
     ("a", {"allowed_token_ids": []}, "allowed_token_ids", "1"),
     ("a", {"allowed_token_ids": [0], "disallowed_token_ids": [1]}, "disallowed_token_ids", ""),
-    ("a", {"disallowed_token_ids": [*range(4097)]}, "disallowed_token_ids", ""),
+    ("a", {"disallowed_token_ids": [*range(4097)]}, "disallowed_token_ids", "4096"),
     ("a", {"disallowed_token_ids": [1], "regex": "a"}, "disallowed_token_ids", ""),
     ("a", {"temperature_schedule": (1.0, 0.0)}, "temperature_schedule", ""),
     ("a", {"temperature_schedule": (1.0, -1.0, 5)}, "temperature_schedule", "0"),
@@ -232,6 +233,7 @@ def test_partial_generations_are_returned_and_go_on_where_they_were_interrupted(
     whole = generate(coordinator, ["a", "b"], max_new_tokens=4, continue_from=first, logprobs=True)
     assert [one.token_ids.tolist() for [one] in whole] == [[0, 1, 2, 3], [100, 101, 102, 103]]
     assert [one.spans for [one] in whole] == [((VERSION, 4),), ((VERSION, 4),)]
+    assert (first.usage.output_tokens, whole.usage.output_tokens) == (3, 5), "each call counts what it generated"
     np.testing.assert_array_equal(whole[0][0].logprobs, [0, -1, -2, -3])
     _, again = coordinator.asked
     assert again.frames[2:] == [FrameSpec("output", "int32", (3,)), FrameSpec("output_lengths", "uint32", (2,))]
@@ -245,6 +247,22 @@ def test_what_stopped_stays_ended_and_what_was_too_short_goes_on(coordinator: Ge
     assert [one.token_ids.tolist() for one in whole[0]] == [[0, 1, 2, 3], [100, 101], [200, 201, 202, 203]]
     assert coordinator.asked[1].ended == [SequenceEnd(1, "stop", 7)]
     np.testing.assert_array_equal(whole[0][0].logprobs, [np.nan, np.nan, -2, -3])
+
+
+def test_a_call_that_has_nothing_to_continue_keeps_the_version_and_what_is_known_of_prompts(
+    coordinator: GeneratingCoordinator,
+) -> None:
+    coordinator.stops = {0: 2}
+    first = generate(coordinator, "a", max_new_tokens=4, prompt_logprobs=True)
+    assert first.prompt_logprobs == (None,), "this coordinator computes none"
+    known = np.array([np.nan, -1.5], np.float32)
+    old = replace(first[0][0], spans=((VERSION - 1, 2),))
+    first = replace(first, groups=((old,),), prompt_logprobs=(known,))
+    again = generate(coordinator, "a", max_new_tokens=4, prompt_logprobs=True, continue_from=first)
+    assert again[0][0].token_ids.tolist() == [0, 1]
+    assert (again.version, again.usage.output_tokens) == (VERSION - 1, 0)
+    assert again.prompt_logprobs is not None and again.prompt_logprobs[0] is known
+    assert generate(coordinator, "a", max_new_tokens=4, continue_from=first).prompt_logprobs is None
 
 
 @pytest.mark.parametrize(

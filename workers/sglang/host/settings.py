@@ -41,10 +41,10 @@ GRAPH_TOKENS = 6144
 
 #: Settings that the worker gives itself, and where their values come from.
 FIXED = {
-    "model_path": "model",
-    "model": "model",
-    "device": "device",
-    "dtype": "dtype",
+    "model_path": "model of the group",
+    "model": "model of the group",
+    "device": "device of the group",
+    "dtype": "dtype of the group",
     "custom_weight_loader": "the pool, whose weight updates have a loader of their own",
     "nccl_port": "the coordinator, which gives each worker its own",
 }
