@@ -63,6 +63,19 @@ def test_a_worker_that_had_what_no_cache_can_have_is_lost(cached: int) -> None:
     assert any(f"it reported {cached} cached tokens of a prompt of 3" in line for line in pool.logged)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_worker_that_says_twice_what_it_had_of_a_prompt_is_lost(together: bool) -> None:
+    pool = GeneratingPool()
+    link = pool.worker(can=CAN)
+    [task] = pool.tasks(pool.submit(pool.client(), 1, generate(3)))
+    pool.step(link, (task, 0, 0, [1], ""), cached=[(0, 1)] * (1 + together))
+    if not together:
+        assert pool.machine.core.worker_links
+        pool.step(link, (task, 0, 1, [1], ""), cached=[(0, 1)])
+    assert not pool.machine.core.worker_links
+    assert any("it reported the cached tokens of task 1 twice" in line for line in pool.logged), pool.logged
+
+
 def test_a_number_for_a_task_that_was_taken_back_is_ignored() -> None:
     pool = GeneratingPool()
     client = pool.client()

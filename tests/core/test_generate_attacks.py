@@ -188,6 +188,17 @@ def test_an_answer_with_log_probabilities_of_prompts_is_no_longer_than_its_clien
     assert (failure.code, failure.limit) == ("too_large", str(1 << 20))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_its_client_no_longer_takes_is_not_sent(stream: bool) -> None:
+    pool = GeneratingPool()
+    worker, before, after = pool.worker(can=CAN), b"before", b"after"
+    pool.do(ev.ClientHello(0, before, b"c" * 16, b"t" * 16, 0))
+    [task] = pool.tasks(pool.submit(before, 1, generate(3, stream=stream)))
+    pool.do(ev.ClientHello(0, after, b"c" * 16, b"t" * 16, 1, max_message_bytes=8))
+    sent = pool.step(worker, (task, 0, 0, [1, 2], "stop"))
+    assert (failures(sent)[1].code, failures(sent)[1].limit) == ("too_large", "8")
+
+
 def test_a_prompt_of_text_counts_as_its_ids() -> None:
     specs = [FrameSpec("items", "utf8", (1000,)), FrameSpec("item_lengths", "uint32", (1,))]
     content = GENERATE.open(Generate(1, specs), [b"a" * 1000, (1000).to_bytes(4, "little")])

@@ -230,7 +230,7 @@ def test_a_turn_goes_to_the_worker_that_reports_its_history_also_to_a_new_coordi
 def test_reports_that_are_no_reports_break_the_worker_and_no_client_or_stranger_may_send_one() -> None:
     def event(*specs: FrameSpec, peer: Peer = SAME_USER, frames: Sequence[bytes] | None = None) -> ev.Event:
         sizes = [8 * int(np.prod(spec.shape)) for spec in specs]
-        payload = [bytes(size) for size in sizes] if frames is None else frames
+        payload = [b"\1" * size for size in sizes] if frames is None else frames
         return worker_event(0.0, b"w", [encode_header(PrefixBlocks([*specs])), *payload], peer)
 
     def stored(n: int, dtype: Any = "uint64", side: int = 2) -> FrameSpec:
@@ -246,6 +246,9 @@ def test_reports_that_are_no_reports_break_the_worker_and_no_client_or_stranger_
     ):  # fmt: skip
         frames = [b""] * len(specs) if specs[0].shape[0] > MAX_REPORTED_BLOCKS else None
         assert isinstance(event(*specs, frames=frames), ev.WorkerBroken), specs
+    for first, second, gone in ((0, 0, 5), (3, 0, 5), (0, 7, 0)):
+        numbers = [np.array(row, np.uint64).tobytes() for row in ([first, second], [gone])]
+        assert isinstance(event(stored(1), FrameSpec("removed", "uint64", (1,)), frames=numbers), ev.WorkerBroken)
     with pytest.raises(WireError, match="worker"):
         event(stored(1), none, peer=Peer(INCLUDES["admin"]))
     pool = GeneratingPool()

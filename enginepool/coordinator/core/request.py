@@ -168,7 +168,7 @@ Slice = tuple[Request, int, int]
 class RunningBatch:
     """Rows that a worker runs as one forward."""
 
-    __slots__ = ("at", "cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")
+    __slots__ = ("at", "cost", "counted", "deadline", "id", "late", "rows", "slices", "trial", "worker")
 
     def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
         self.id = id
@@ -184,6 +184,8 @@ class RunningBatch:
         self.trial = trial
         #: a task to generate: how many tokens each of its sequences had when it began
         self.at = 0
+        #: a task to generate: its worker has said how many tokens of its prompt were cached
+        self.counted = False
 
     def __repr__(self) -> str:
         return f"<Batch {self.id[1]} rows={self.rows} cost={self.cost}{' trial' if self.trial else ''}>"

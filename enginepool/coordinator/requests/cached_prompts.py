@@ -14,6 +14,9 @@ def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
         batch = worker.batches.get((e.epoch, counter))
         if batch is None:
             continue  # it was taken back meanwhile
+        if batch.counted:
+            return f"it reported the cached tokens of task {counter} twice"
+        batch.counted = True
         request, start, _ = batch.slices[0]
         state, work = request.generation, request.work
         if state is None or not isinstance(work, GenerateWork):

@@ -180,10 +180,6 @@ class RequestLifecycle:
 
     def _answer(self, request: Request, version: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
         work = request.work
-        if request.answer > (limit := request.client.max_message):
-            # Its client takes less than when it asked.
-            self.fail(request, "too_large", f"the answer has {request.answer} bytes; at most {limit}", limit=str(limit))
-            return
         queued_us = int((request.started - request.arrival) * 1e6)
         message = Result(
             request.id,
@@ -199,6 +195,10 @@ class RequestLifecycle:
 
     def finish_with(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
         """The final answer of a live request is this one, which is no error."""
+        if (size := sum(map(len, frames))) > (limit := request.client.max_message):
+            # Its client takes less than when it asked.
+            self.fail(request, "too_large", f"the answer has {size} bytes; at most {limit}", limit=str(limit))
+            return
         request.group.counts.answered += 1
         self._finish(request, message, frames)
 

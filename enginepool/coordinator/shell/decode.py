@@ -250,6 +250,8 @@ def _prefix_blocks(now: float, link: Link, told: m.PrefixBlocks, frames: Sequenc
         most = str(m.MAX_REPORTED_BLOCKS)
         raise WireError("malformed", f"frames: {count} blocks; at most {most}", field="frames", limit=most)
     stored, removed = (np.frombuffer(frame, "<u8").tolist() for frame in frames)
+    if 0 in removed or 0 in stored[1::2]:
+        raise WireError("malformed", "frames: block 0; it stands for the block before the first one", field="frames")
     return ev.PrefixesReported(now, link, told.cleared, removed, list(zip(stored[::2], stored[1::2], strict=True)))
 
 
