@@ -26,7 +26,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.protocol.prefix_blocks import BLOCK, MOST_BLOCKS, REMEMBERED, blocks_of
 from enginepool.protocol.roles import INCLUDES
-from tests.core.generations import CAN, GeneratingPool, generate
+from tests.core.generations import CAN, GeneratingPool, generate, outputs
 
 #: 64 slots, and room for long conversations
 ROOMY = msgspec.structs.replace(
@@ -271,3 +271,15 @@ def test_samples_of_a_prompt_that_end_one_after_the_other_have_its_blocks_counte
     tasks = pool.tasks()
     pool.step(link, *((task, i, 0, [1], "stop") for task in tasks for i in range(n)))
     assert len(tasks) == 2 and sum(counted) <= 4 * 10
+
+
+def test_of_many_samples_that_end_together_a_bounded_number_of_blocks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_slots, "MOST_REMEMBERED", 10)
+    pool, n, length = GeneratingPool(), 8, 4 * BLOCK
+    link = pool.worker(can=ROOMY)
+    pool.submit(pool.client(), 1, generate(BLOCK, n=n, max_new_tokens=length))
+    [task] = pool.tasks()
+    pool.step(link, *((task, i, 0, [i] * length, "stop") for i in range(n)))
+    [group] = pool.machine.core.groups.values()
+    assert len(group.prefixes) == 1 + 2 * 4, "those of two samples, which with the prompt are ten blocks"
+    assert 1 in outputs(pool.sent)

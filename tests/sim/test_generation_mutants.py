@@ -278,8 +278,8 @@ def test_a_planted_bug_in_generations_is_found(mutate: Mutate, monkeypatch: pyte
 
 
 def prefixes_are_known_by_their_prompts_alone(patch: pytest.MonkeyPatch) -> None:
-    def remember(request: Any, place: int, worker: Worker) -> None:
-        """Nothing."""
+    def remember(request: Any, place: int, worker: Worker, remembered: int) -> int:
+        return remembered
 
     patch.setattr(generations, "remember", remember)
 

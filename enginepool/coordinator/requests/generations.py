@@ -68,7 +68,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     failed: list[tuple[Request, str]] = []
     tokens, logprobs, epoch, version, end = e.tokens, e.logprobs, e.epoch, e.version, 0
     width, none = 1 + 2 * e.top if len(logprobs) else 0, logprobs[:0]
-    wrong = ""
+    wrong, remembered = "", 0
     for step in e.steps:
         first, end = end, end + 4 * step.count
         batch = batches.get((epoch, step.task))
@@ -101,7 +101,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             failed.append((request, str(step.matched)))
         elif step.reason:
             sequence.end = SequenceEnd(place, step.reason, step.matched)
-            _ended(core, batch, request, place)
+            remembered = _ended(core, batch, request, place, remembered)
             if work.stream and place not in state.behind:
                 out.end(request, sequence.end)
             if not request.left:
@@ -141,21 +141,22 @@ def _pass_on(
     return state.sent < state.taken + state.credit
 
 
-def _ended(core: Context, batch: RunningBatch, request: Request, place: int) -> None:
-    """A sequence of a task has ended: its slot is free."""
+def _ended(core: Context, batch: RunningBatch, request: Request, place: int, remembered: int) -> int:
+    """A sequence of a task has ended: its slot is free. Returns `remembered`, as `remember` does."""
     state = request.generation
     assert state is not None and isinstance(request.work, GenerateWork)
-    remember(request, place, batch.worker)
+    remembered = remember(request, place, batch.worker, remembered)
     note_sequence(batch, place)
     request.flying -= 1
     request.left -= 1
     if batch.rows > 1:
         shrink_batch(core, batch, expected_tokens(request.work, 0))
-        return
+        return remembered
     del state.tasks[batch.id]
     end_batch(core, batch)
     batch.worker.done += 1
     batch.worker.group.counts.batches += 1
+    return remembered
 
 
 # --- streams -------------------------------------------------------------------------------------------------------------
