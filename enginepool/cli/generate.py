@@ -1,5 +1,6 @@
 """`enginepool generate`: a file of prompts through a running pool, into a file of generations."""
 
+import base64
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,6 +9,8 @@ from enginepool.cli.file_command import file_command
 from enginepool.cli.jsonl import InputLine
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from enginepool.client.pool import Pool
 
 #: below the requests of others who share the pool
@@ -22,6 +25,8 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prompt_logprobs: bool | None = None
+    hidden_states: bool | None = None
+    routed_experts: bool | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
@@ -61,6 +66,12 @@ class GenerateLine(InputLine, forbid_unknown_fields=True):
                     raise ValueError(f"{where}: {url[:40]!r}; a URL (https:, http: or data:)")
 
 
+def _encoded(array: "npt.NDArray[Any]") -> dict[str, Any]:
+    """A large array, in a third of the space that its numbers would take as text."""
+    data = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": data}
+
+
 async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> dict[str, Any]:
     assert line.prompt is not None
     found = await pool.generate(line.prompt, **settings)
@@ -73,6 +84,9 @@ async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> di
             sample["logprobs"] = one.logprobs.tolist()
         if one.top_ids is not None and one.top_logprobs is not None:
             sample |= {"top_ids": one.top_ids.tolist(), "top_logprobs": one.top_logprobs.tolist()}
+        for name in ("hidden_states", "routed_experts"):
+            if (array := getattr(one, name)) is not None:
+                sample[name] = _encoded(array)
         samples.append(sample)
     columns: dict[str, Any] = {"samples": samples}
     if found.prompt_logprobs is not None and found.prompt_logprobs[0] is not None:
@@ -102,6 +116,12 @@ def generate(
     prompt_logprobs: Annotated[
         bool, typer.Option("--prompt-logprobs", help="The same of each token of the prompts; null for the first.")
     ] = False,
+    hidden_states: Annotated[
+        bool, typer.Option("--hidden-states", help="The hidden state from which each token was chosen, as base64.")
+    ] = False,
+    routed_experts: Annotated[
+        bool, typer.Option("--routed-experts", help="To which experts each layer routed each token, as base64.")
+    ] = False,
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The LoRA adapter of the group that generates.")] = None,
 ) -> dict[str, Any]:
     """Continue a file of prompts through a running pool.
@@ -109,12 +129,14 @@ def generate(
     It reads, writes, stops and continues as `enginepool score` does. A sample whose worker is lost goes on elsewhere.
 
     A line of IN is {"prompt": ...}: a text, or a list of token ids. It may have an "id", which comes back with the answer, and
-    any of n, logprobs, top_logprobs, prompt_logprobs, adapter, the sampling parameters of Pool.generate, group, priority,
-    timeout, min_version, version for itself; and "images", "videos" and "audio", each a data: or https: URL or a list of them.
+    any of n, logprobs, top_logprobs, prompt_logprobs, hidden_states, routed_experts, adapter, the sampling parameters of
+    Pool.generate, group, priority, timeout, min_version, version for itself; and "images", "videos" and "audio", each a data:
+    or https: URL or a list of them.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "samples", each with its
     "token_ids", its "finish_reason" and what else was asked for; or "error" with a code and a message. Exit code 1 if any line
-    has an error. The tokenizer of the model makes text of the ids.
+    has an error. The tokenizer of the model makes text of the ids. Hidden states and routed experts are arrays: "dtype",
+    "shape", and "base64" of their little-endian bytes.
 
     \b
     Examples:
@@ -126,4 +148,5 @@ def generate(
         del settings[name]
     settings |= {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
+    settings |= {"hidden_states": hidden_states, "routed_experts": routed_experts}
     return settings | {"stop": stop or None, "sampling_seed": sampling_seed, "adapter": adapter}

@@ -1,6 +1,8 @@
 """Hidden states of generated tokens, and routed experts, through whole pools of sim workers."""
 
 import asyncio
+import base64
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from enginepool import Generation, Pool
 from enginepool.errors import BadRequest
 from enginepool.workers.sim.tokens import expected_experts, expected_states
+from tests.process.commands import call, records
 from tests.process.daemons import PATIENCE_S
 from tests.process.processes import Processes
 from tests.process.test_generate import SAMPLING, generating, prompt, streaming, workers_of
@@ -100,3 +103,25 @@ def test_a_pool_without_them_refuses_before_the_queue(processes: Processes, tmp_
             assert refused.value.field == "routed_experts"
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_the_command_writes_them_as_arrays_in_base64(processes: Processes, tmp_path: Path) -> None:
+    daemon = generating(processes, tmp_path, workers=1, options={**DETAILS, "forward_s": 0.0})
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": prompt(1)}, {"prompt": prompt(2), "hidden_states": False}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--max-new-tokens", "3", "--hidden-states", "--routed-experts"]
+    assert call("generate", source, target, "--connect", daemon.address, *flags)[0] == 0
+    for line in (1, 2):
+        [sample] = records(target)[line]["samples"]
+        found = {
+            name: np.frombuffer(base64.b64decode(sample[name]["base64"]), sample[name]["dtype"]).reshape(sample[name]["shape"])
+            for name in ("hidden_states", "routed_experts")
+            if name in sample
+        }
+        ids = sample["token_ids"]
+        np.testing.assert_array_equal(found["routed_experts"], expected_experts(prompt(line), ids, SHAPE))
+        if line == 1:
+            np.testing.assert_array_equal(found["hidden_states"], expected_states(prompt(1), ids, SIZE))
+        else:
+            assert "hidden_states" not in found
