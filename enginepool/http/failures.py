@@ -19,7 +19,13 @@ _STATUS: dict[str, HTTPStatus] = {
     "closed": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 #: argument of `Pool.generate` -> OpenAI's name, where it is another
-_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt", "sampling_seed": "seed"}
+_NAMES = {
+    "adapter": "lora_path",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompts": "prompt",
+    "sampling_seed": "seed",
+}
 
 
 def status_of(error: EnginepoolError) -> HTTPStatus:

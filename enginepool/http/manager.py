@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from enginepool.client.arguments import bad
 from enginepool.errors import EnginepoolError
+from enginepool.http.adapters import take_adapter
 from enginepool.http.failures import status_of
 from enginepool.http.media import take_media
 from enginepool.http.options import read_options
@@ -91,6 +92,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             if request is not None and "timeout" not in call.options:
                 call.options = {**call.options, **read_options(request.headers)}
             refuse_dangerous(obj)
+            call.options = {**call.options, **take_adapter(obj)}
             call.media = take_media(obj)
             async for answer in base.generate_request(obj, request):
                 if call.failure is not None and not begun:

@@ -16,7 +16,6 @@ _SESSION = "the pool has no sessions; send the whole conversation, whose beginni
 #: attribute of SGLang's `GenerateReqInput` -> (what OpenAI's API calls it, why it is refused)
 _REFUSED: dict[str, tuple[str, str]] = {
     "custom_logit_processor": ("custom_logit_processor", "it is a program, and a program is never taken from a request"),
-    "lora_path": ("lora_path", "chats run on the model alone (Pool.generate has adapter); the model's name has no ':ADAPTER'"),
     "input_embeds": ("input_embeds", "a prompt is text or token ids"),
     "embed_overrides": ("embed_overrides", "a prompt is text or token ids"),
     "positional_embed_overrides": ("positional_embed_overrides", "a prompt is text or token ids"),

@@ -8,6 +8,7 @@ import pytest
 
 from enginepool.client.openai_calls import OpenAICalls
 from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
+from enginepool.http.adapters import take_adapter
 from enginepool.http.build import SETTINGS, check_settings
 from enginepool.http.failures import body_of, status_of
 from enginepool.http.media import take_media
@@ -27,7 +28,6 @@ def request(parameters: Any = None, **given: Any) -> Any:
     [
         ({"custom_logit_processor": '{"callable": "80"}'}, "custom_logit_processor"),
         ({"custom_logit_processor": [None, "80"]}, "custom_logit_processor"),
-        ({"lora_path": "adapter"}, "lora_path"),
         ({"session_params": {"id": "a"}}, "session_params"),
         ({"return_hidden_states": "last"}, "return_hidden_states"),
         ({"routed_dp_rank": 0}, "routed_dp_rank"),
@@ -74,7 +74,7 @@ def test_what_the_pool_serves_passes() -> None:
     refuse_dangerous(request({"n": 4096, "custom_params": own}, require_reasoning=True, image_data=None, routed_dp_rank=None))
     refuse_dangerous(request({"json_schema": "{}", "custom_params": own}))
     refuse_dangerous(request({"json_schema": "{}"}, require_reasoning=True))
-    refuse_dangerous(request({"json_schema": "{}", "n": 1}, return_logprob=True, lora_path=[None, None]))
+    refuse_dangerous(request({"json_schema": "{}", "n": 1}, return_logprob=True))
     refuse_template({"enable_thinking": False})
     with pytest.raises(BadRequest, match="chat_template is a program"):
         refuse_template({"chat_template": "{{ 1 }}"})
@@ -85,6 +85,19 @@ def test_media_of_messages_go_to_the_pool_by_their_urls_and_sglang_is_left_none(
     asked = request(image_data=[image, image], video_data=None, audio_data=[audio])
     assert take_media(asked) == {"images": [image.url, image.url], "audio": [audio]}
     assert asked.image_data is asked.audio_data is None and take_media(asked) == {}
+
+
+def test_the_adapter_goes_to_the_pool_by_its_name_and_sglang_is_left_none() -> None:
+    asked = request(lora_path="french")
+    assert take_adapter(asked) == {"adapter": "french"} and asked.lora_path is None
+    for none in (None, ""):
+        assert take_adapter(request(lora_path=none)) == {}
+    with pytest.raises(
+        BadRequest, match=r"^lora_path: not served by this pool: all prompts of a request have the same adapter"
+    ):
+        take_adapter(request(lora_path=["french", "german"]))
+    unknown = BadRequest("adapter: 'dutch'; the workers of this group have french", field="adapter", limit="french")
+    assert body_of(unknown)["error"]["param"] == "lora_path"
 
 
 @pytest.mark.parametrize(

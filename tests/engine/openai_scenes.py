@@ -218,7 +218,7 @@ class Scenes:
         cases: dict[str, dict[str, Any]] = {
             "custom_logit_processor": {"body": {"custom_logit_processor": "80"}},
             "chat_template_kwargs": {"body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
-            "lora_path": {"body": {"lora_path": "/etc"}},
+            "lora_path": {"body": {"lora_path": ["french", "german"]}},
             "top_logprobs": {"logprobs": True, "top_logprobs": 21},
             "n": {"n": 1 << 40},
             "temperature": {"temperature": -1},
@@ -230,6 +230,19 @@ class Scenes:
                 error = await self.failure(stream=stream, **more)
                 assert isinstance(error, openai.BadRequestError) and error.param == field, (field, error)
         assert not self.pool.asked
+
+    async def an_adapter_is_named_as_for_sglangs_server(self) -> None:
+        named: list[dict[str, Any]] = [{"model": "base:french"}, {"body": {"lora_path": "french"}}]
+        for stream in (False, True):
+            for more in named:
+                self.pool.reset(TEXT)
+                found: Any = await (self.streamed if stream else self.ask)(**more)
+                assert found is not None
+                [asked] = self.pool.asked
+                assert asked["adapter"] == "french"
+        self.pool.reset(TEXT)
+        await self.ask()
+        assert "adapter" not in self.pool.asked[0]
 
     async def a_request_without_a_client_says_its_options_in_headers(self) -> None:
         """As the requests of an HTTP server do."""
