@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from enginepool.workers.room import SharedRoom
-from enginepool.workers.sglang.generate.media import media_error
+from enginepool.workers.sglang.generate.media import can_decode, media_error
 
 
 def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_room_runs_alone() -> None:
@@ -36,3 +38,29 @@ def test_an_error_of_sglang_is_told_without_the_bytes_that_it_repeats() -> None:
     )
     assert media_error(text) == "image 1: image is truncated"
     assert media_error("no room") == "no room"
+
+
+NO_FFMPEG, NO_CUDA = RuntimeError("Could not load libtorchcodec"), OSError("libnvrtc.so.13: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("installed", "kinds"),
+    [
+        ({}, ["image"]),
+        ({"torchcodec.decoders": NO_FFMPEG}, ["image"]),
+        ({"torchcodec.decoders": NO_CUDA, "decord": None}, ["image", "video"]),
+        ({"torchcodec.decoders": None}, ["image", "video", "audio"]),
+        ({"soundfile": None}, ["image"]),
+        ({"soundfile": None, "torchaudio": None}, ["image", "audio"]),
+    ],
+)
+def test_a_kind_is_taken_if_its_decoder_can_be_loaded(
+    installed: dict[str, Exception | None], kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        error = installed.get(name, ImportError(name))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("importlib.import_module", load)
+    assert [kind for kind in ("image", "video", "audio") if can_decode(kind)] == kinds

@@ -7,7 +7,6 @@ prompt has no placeholder.
 
 import asyncio
 import importlib
-import importlib.util
 import io
 import re
 from collections.abc import Sequence
@@ -24,8 +23,12 @@ MAX_PIXELS = 1 << 26
 #: Pixels of the images that are decoded and not yet computed, of all sequences.
 ROOM_PIXELS = 4 * MAX_PIXELS
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-#: packages of which SGLang needs one
-_DECODERS = {"video": ("torchcodec", "decord"), "audio": ("torchcodec", "soundfile")}
+#: SGLang needs all modules of one of these lists.
+_DECODERS: dict[str, tuple[list[str], ...]] = {
+    "image": ([],),
+    "video": (["torchcodec.decoders"], ["decord"]),
+    "audio": (["torchcodec.decoders"], ["soundfile", "torchaudio"]),
+}
 #: pixels of each side of the image by which a processor is asked
 _PROBE = 224
 #: what SGLang says of a medium that it cannot load, and which one it is
@@ -46,8 +49,21 @@ def media_features(tm: Any) -> tuple[str, ...]:
         "video": getattr(tokens, "video_token_id", None) is not None,
         "audio": config.is_audio_understandable_model,
     }
-    decoders = {kind: any(map(importlib.util.find_spec, names)) for kind, names in _DECODERS.items()}
-    return tuple(kind for kind, taken in takes.items() if taken and decoders.get(kind, True))
+    return tuple(kind for kind, taken in takes.items() if taken and can_decode(kind))
+
+
+def can_decode(kind: str) -> bool:
+    """Whether SGLang can decode media of this kind here."""
+    return any(all(map(_loads, modules)) for modules in _DECODERS[kind])
+
+
+def _loads(module: str) -> bool:
+    """Whether a module can be imported. torchcodec is installed with SGLang, and loads only with the libraries of FFmpeg."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
 
 
 def refuse_untaken(media: Sequence[TaskMedium], can: Capabilities) -> None:
