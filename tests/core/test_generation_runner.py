@@ -52,7 +52,7 @@ class Worker:
         self.run(header, np.arange(tokens, dtype=np.int32).tobytes())
 
     async def until_left(self, count: int = 1) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(isinstance(event, GenerationLeft | EngineLost) for event in self.events) < count:
                 await asyncio.sleep(0)
 

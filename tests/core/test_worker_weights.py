@@ -83,7 +83,7 @@ def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
         came.clear()
         await asyncio.sleep(0)  # its turn has come
         begin(Prepare(NEXT, 2, "set_version"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await came.wait()
         for task in tasks:
             task.cancel()

@@ -51,7 +51,7 @@ class Scenes:
         return [chunk async for chunk in await self.ask(stream=True, **more)]
 
     async def until(self, what: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not what():
                 await asyncio.sleep(0.001)
 

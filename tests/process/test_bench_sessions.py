@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bench.sessions import BY_HAND, CACHED, POOL, TARGETS, Heard, Talk, rows_of, run
 from bench.table import judge
+from tests.process.daemons import PATIENCE_S
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating
 
@@ -12,7 +13,7 @@ from tests.process.test_generate import VOCAB, generating
 def test_all_users_talk_and_the_turns_are_counted_by_worker(processes: Processes, tmp_path: Path) -> None:
     daemon = generating(processes, tmp_path, options={"forward_s": 0.001})
     talk = Talk(users=6, turns=3, system=64, new=20, tokens=8, think_s=0.01, vocab=VOCAB)
-    heard, turns = asyncio.run(asyncio.wait_for(run(daemon.address, ["g"], talk), 60))
+    heard, turns = asyncio.run(asyncio.wait_for(run(daemon.address, ["g"], talk), PATIENCE_S))
     assert sum(turns) == 18 and len(turns) == 2
     assert len(heard.first_ms) == 12 and 0.3 * heard.prompt < heard.cached < heard.prompt
     assert daemon.end() == 0

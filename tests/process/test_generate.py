@@ -37,7 +37,7 @@ def generating(processes: Processes, directory: Path, workers: int = 2, options:
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
 def workers_of(daemon: Daemon) -> list[int]:

@@ -57,12 +57,12 @@ def plain_workers(context: Context, address: str, n: int, silence_s: float = 60.
             ready = threading.Event()
             threads.append(threading.Thread(target=work, args=(ready,)))
             threads[-1].start()
-            assert ready.wait(30)
+            assert ready.wait(100)
         yield found
     finally:
         over.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_a_coordinator_that_ends_refuses_what_is_new_and_the_next_one_takes_it_u
     assert (refused["code"], refused.get("final", True)) == ("shutting_down", True)
     # Nothing else is left: it ends. The answer of this one may be lost with the link, and then it is asked again.
     plain.cancel(begun)
-    first.process.wait(30)
+    first.process.wait(100)
     second = listening(processes, tmp_path, DIAL_IN, after=first)
     with plain_workers(context, second.workers, 1):
         assert plain.score([1], [[4]], labels=[3]).rows() == expected([[1, 4]], [3])
