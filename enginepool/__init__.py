@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from enginepool.client.logprobs import LogprobsResult
     from enginepool.client.pool import Pool
     from enginepool.client.rerank import RerankResult
+    from enginepool.client.rollout import Rollout, RolloutGroup
     from enginepool.client.score import ScoreResult
     from enginepool.client.token_stream import TokenStream
     from enginepool.errors import EnginepoolError
@@ -35,6 +36,8 @@ __all__ = [
     "LogprobsResult",
     "Pool",
     "RerankResult",
+    "Rollout",
+    "RolloutGroup",
     "ScoreResult",
     "Session",
     "TokenChunk",
@@ -57,6 +60,8 @@ _MODULES = {
     "LogprobsResult": "client.logprobs",
     "Pool": "client.pool",
     "RerankResult": "client.rerank",
+    "Rollout": "client.rollout",
+    "RolloutGroup": "client.rollout",
     "ScoreResult": "client.score",
     "Session": "client.generation_session",
     "TokenStream": "client.token_stream",

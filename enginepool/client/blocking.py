@@ -75,6 +75,7 @@ class BlockingPool(StreamingFacade):
     generate = blocking(Pool.generate)
     stream = streaming(Pool.stream)
     session = on_loop(Pool.session, BlockingSession)
+    rollout = streaming(Pool.rollout)
     logprobs = blocking(Pool.logprobs)
     flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)

@@ -20,6 +20,7 @@ from enginepool.client.openai_calls import OpenAICalls
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.rerank import RerankCalls
+from enginepool.client.rollout_calls import RolloutCalls
 from enginepool.client.weight_calls import WeightCalls
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.net.keys import key_for
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
+class Pool(RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

@@ -4,11 +4,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from enginepool.client.connection import Connection
+from enginepool.client.facade import AsyncItems
 from enginepool.client.generations import Continued, Generations, TokenChunk, read_arrays, read_generations, read_states
 from enginepool.client.notices import Notices
 from enginepool.client.session.events import Answer, Fail, Heard, StreamPart
@@ -16,18 +17,20 @@ from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, Generate, Generated
 
+T = TypeVar("T")
 
-class ChunkIterator:
+
+class ChunkIterator(Generic[T]):
     """What `async for` holds while it runs. An async generator would be closed some turns of the loop after a `break`."""
 
-    def __init__(self, stream: "TokenStream", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, stream: AsyncItems[T, Any], loop: asyncio.AbstractEventLoop) -> None:
         self._stream = stream
         self._loop = loop
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> TokenChunk:
+    async def __anext__(self) -> T:
         try:
             chunk = await self._stream.next_chunk()
         except BaseException:  # also when cancelled; raised again
@@ -89,7 +92,7 @@ class TokenStream:
         self._follow: Callable[[TokenChunk | None], None] | None = None
         self._heard = asyncio.Event()
 
-    def __aiter__(self) -> "ChunkIterator":
+    def __aiter__(self) -> ChunkIterator[TokenChunk]:
         return ChunkIterator(self, asyncio.get_running_loop())
 
     async def next_chunk(self) -> TokenChunk | None:

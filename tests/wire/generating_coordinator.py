@@ -38,6 +38,7 @@ class GeneratingCoordinator(FakeCoordinator):
         self.stops: dict[int, int] = {}
         self.forwards = True
         self.reason: Ended = "stop"
+        self.version = VERSION
         self._streams: dict[int, tuple[bytes, Generate, list[int], int]] = {}
         super().__init__(address)
         self.others = self._generate
@@ -96,7 +97,7 @@ class GeneratingCoordinator(FakeCoordinator):
         if request.logprobs:
             specs.append(FrameSpec("logprobs", "float32", (len(flat),)))
             frames.append((-flat.astype(np.float32)).tobytes())
-        made = [Run(request.id, s, at, count, VERSION) for s, at, count in runs]
+        made = [Run(request.id, s, at, count, self.version) for s, at, count in runs]
         self._send(link, Tokens(made, specs, list(ended)), frames)
 
     def answer(self, link: bytes, request: Generate, starts: Sequence[int]) -> None:
@@ -112,9 +113,9 @@ class GeneratingCoordinator(FakeCoordinator):
         self._send(
             link,
             Generated(
-                request.id, VERSION, GenerationUsage(len(rows), 5, sum(lengths), 3), Timings(1500, 2_000_000),
+                request.id, self.version, GenerationUsage(len(rows), 5, sum(lengths), 3), Timings(1500, 2_000_000),
                 [SequenceEnd(s, *self.end(request, s)) for s in range(len(rows))],
-                [[(VERSION, len(row))] if row else [] for row in rows], specs, list(starts) if any(starts) else [],
+                [[(self.version, len(row))] if row else [] for row in rows], specs, list(starts) if any(starts) else [],
             ),
             frames,
         )  # fmt: skip

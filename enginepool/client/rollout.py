@@ -1,0 +1,302 @@
+"""A rollout: groups of samples with their rewards, each as soon as it is finished.
+
+A prompt is one stream of `n` samples. A sample is rewarded as soon as it ends, while the others go on. Nothing waits for other
+prompts.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, TypeAlias, cast
+
+import numpy as np
+
+from enginepool.client.generate import GenerateCalls
+from enginepool.client.generations import Generation, Generations, TokenChunk, joined
+from enginepool.client.results import Floats
+from enginepool.client.rewards import Rewarder, prompt_of
+from enginepool.client.token_stream import ChunkIterator, TokenStream
+from enginepool.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    EnginepoolError,
+    Interrupted,
+    Poisoned,
+    RequestCancelled,
+    TooLarge,
+)
+from enginepool.protocol.messages import MAX_CREDIT
+
+#: Errors of one request, which say nothing about the others.
+_OF_ONE: Final = (BadRequest, TooLarge, DeadlineExceeded, Poisoned, EngineFailed)
+#: texts, token ids, or rows of a data set
+Prompts: TypeAlias = Iterable[Any] | AsyncIterable[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """The finished samples of a prompt.
+
+    Attributes:
+        index: the position of the prompt, from 0.
+        prompt: as it was given.
+        samples: `n` of them, or fewer where `errors` says why; see `Generation`.
+        rewards: float32 [samples]; NaN where the reward failed, as `errors` says.
+        errors: what failed for this prompt alone; empty where nothing did.
+        dropped: samples that were generated again, because their weights were too old or could not be continued.
+    """
+
+    index: int
+    prompt: Any
+    samples: tuple[Generation, ...]
+    rewards: Floats
+    errors: tuple[Exception, ...]
+    dropped: int
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A group that is not finished. By number of the sample: those that ended, and their rewards."""
+
+    index: int
+    row: Any
+    samples: dict[int, Generation] = field(default_factory=dict[int, Generation])
+    rewards: dict[int, "asyncio.Task[float]"] = field(default_factory=dict[int, "asyncio.Task[float]"])
+    errors: list[Exception] = field(default_factory=list[Exception])
+    #: samples that cannot be generated
+    failed: set[int] = field(default_factory=set[int])
+    attempts: int = 0
+    dropped: int = 0
+
+    def missing(self, n: int) -> list[int]:
+        return [i for i in range(n) if i not in self.samples and i not in self.failed]
+
+    def drop(self, number: int) -> None:
+        """A sample is to be generated again."""
+        self.dropped += 1
+        self.samples.pop(number, None)
+        if (reward := self.rewards.pop(number, None)) is not None:
+            reward.cancel()
+
+    def finished(self) -> RolloutGroup:
+        numbers = sorted(self.samples)
+        rewards = np.array([self.rewards[i].result() for i in numbers], np.float32)
+        samples = tuple(self.samples[i] for i in numbers)
+        return RolloutGroup(self.index, self.row, samples, rewards, tuple(self.errors), self.dropped)
+
+
+class Rollout:
+    """What `Pool.rollout` returns: `async for group in rollout`. Its requests are sent when the first group is asked for.
+
+    Leaving the loop, by `break` or by an exception, takes all its requests back; so does `cancel`, or the end of
+    `async with rollout:`.
+    """
+
+    def __init__(
+        self,
+        pool: GenerateCalls,
+        prompts: Prompts,
+        n: int,
+        reward: Rewarder,
+        committed: Callable[[], Awaitable[int]],
+        max_staleness: int | None,
+        max_in_flight: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Not for callers: use `Pool.rollout`."""
+        self._pool, self._prompts, self._n, self._reward = pool, prompts, n, reward
+        self._committed, self._max_staleness = committed, max_staleness
+        self._options = options
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ready: deque[_Draft] = deque()
+        #: prompts whose groups were not taken
+        self._open = 0
+        #: the newest weights that this rollout knows of
+        self._newest = 0
+        self._begun = self._fed = False
+        self._failure: BaseException | None = None
+        self._heard = asyncio.Event()
+
+    def __aiter__(self) -> "ChunkIterator[RolloutGroup]":
+        return ChunkIterator(self, asyncio.get_running_loop())
+
+    async def next_group(self) -> RolloutGroup | None:
+        """The next finished group; None: there are no more.
+
+        Raises:
+            EnginepoolError: what concerns all prompts, such as a pool that is down. All requests are taken back.
+        """
+        if not self._begun:
+            self._begun = True
+            self._spawn(self._feed())
+        while True:
+            while not self._ready and self._failure is None and not (self._fed and not self._open):
+                self._heard.clear()
+                await self._heard.wait()
+            if not self._ready:
+                if self._failure is not None:
+                    raise self._failure
+                return None
+            if self._max_staleness is not None and self._failure is None:
+                self._newest = max(self._newest, await self._committed())
+            if not self._ready:  # it was cancelled meanwhile
+                continue
+            draft = self._ready.popleft()
+            if not self._drop_stale(draft):
+                self._open -= 1
+                self._room.release()
+                return draft.finished()
+            if self._failure is None:
+                self._spawn(self._finish(draft))
+
+    #: as the iterators of a pool are called
+    next_chunk = next_group
+
+    async def result(self) -> list[RolloutGroup]:
+        """All groups that were not taken, once they are finished."""
+        return [group async for group in self]
+
+    def cancel(self) -> None:
+        """Take all requests back. Groups that were not taken are dropped. Idempotent."""
+        self._fail(RequestCancelled("the rollout was left before its end"))
+
+    async def aclose(self) -> None:
+        """As `cancel`."""
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cancel()
+
+    # --- its tasks -------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None or (self._fed and not self._open):
+            return
+        self._failure, self._begun = error, True
+        if isinstance(error, RequestCancelled):
+            self._ready.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._heard.set()
+
+    async def _feed(self) -> None:
+        """Begin with each prompt as soon as there is room for it."""
+        rows = _each(self._prompts)
+        index = 0
+        while True:
+            await self._room.acquire()
+            try:
+                row = await anext(rows)
+            except StopAsyncIteration:
+                break
+            self._open += 1
+            self._spawn(self._finish(_Draft(index, row)))
+            index += 1
+        self._fed = True
+        self._heard.set()
+
+    async def _finish(self, draft: _Draft) -> None:
+        """Generate the samples that a group lacks, and wait for their rewards."""
+        while missing := draft.missing(self._n):
+            await self._generate(draft, missing)
+            self._drop_stale(draft)
+        await asyncio.gather(*draft.rewards.values())
+        self._ready.append(draft)
+        self._heard.set()
+
+    async def _generate(self, draft: _Draft, numbers: list[int]) -> None:
+        """Samples of these numbers. One that was interrupted is missing afterwards."""
+        prompt = prompt_of(draft.row)
+        options: Any = {**self._options, "n": len(numbers)}
+        if options.get("sampling_seed") is not None:
+            options["sampling_seed"] += draft.attempts * self._n
+        draft.attempts += 1
+        try:
+            if options.pop("routed_experts", False):
+                whole = await self._pool.generate(prompt, routed_experts=True, **options)
+            else:
+                whole = await self._stream(draft, numbers, self._pool.stream(prompt, credit=MAX_CREDIT, **options))
+        except Interrupted as error:
+            whole = cast("Generations", error.generations)
+        except _OF_ONE as error:
+            draft.errors.append(error)
+            draft.failed.update(number for number in numbers if number not in draft.samples)
+            return
+        for number, sample in zip(numbers, whole[0] if whole else (), strict=False):
+            if sample.finish_reason != "interrupted":
+                self._sampled(draft, number, sample)
+        draft.dropped += sum(number not in draft.samples for number in numbers)
+
+    async def _stream(self, draft: _Draft, numbers: list[int], stream: TokenStream) -> Generations | None:
+        """Take the samples of a stream as they end. None: all that had not ended are too old, and the stream was left."""
+        parts: list[list[TokenChunk]] = [[] for _ in numbers]
+        version = 0
+        async for chunk in stream:
+            parts[chunk.sequence].append(chunk)
+            if chunk.finish_reason in ("stop", "length"):
+                self._sampled(draft, numbers[chunk.sequence], joined(parts[chunk.sequence]))
+            elif chunk.version > version:
+                version = chunk.version
+                self._newest = max(self._newest, version)
+                rest = [part for number, part in zip(numbers, parts, strict=True) if number not in draft.samples]
+                if all(part and self._is_old(part[0].version) for part in rest):
+                    stream.cancel()
+                    return None
+        return await stream.result()
+
+    def _sampled(self, draft: _Draft, number: int, sample: Generation) -> None:
+        """A sample has ended, or more is known of it."""
+        self._newest = max(self._newest, *(version for version, _ in sample.spans), 0)
+        if number not in draft.rewards and not self._is_stale(sample):
+            draft.rewards[number] = self._spawn(self._rewarded(draft, sample))
+        draft.samples[number] = sample
+
+    async def _rewarded(self, draft: _Draft, sample: Generation) -> float:
+        try:
+            return await self._reward(draft.row, sample)
+        except Exception as error:
+            if isinstance(error, EnginepoolError) and not isinstance(error, _OF_ONE):
+                raise
+            draft.errors.append(error)
+            return np.nan
+
+    # --- the age of samples ----------------------------------------------------------------------------------------------
+
+    def _is_stale(self, sample: Generation) -> bool:
+        return bool(sample.spans) and self._is_old(sample.spans[0][0])
+
+    def _is_old(self, version: int) -> bool:
+        return self._max_staleness is not None and self._newest - version > self._max_staleness
+
+    def _drop_stale(self, draft: _Draft) -> bool:
+        """Whether samples of a group are too old, and were dropped."""
+        stale = [number for number, sample in draft.samples.items() if self._is_stale(sample)]
+        for number in stale:
+            draft.drop(number)
+        return bool(stale)
+
+
+async def _each(prompts: Prompts) -> AsyncIterator[Any]:
+    if isinstance(prompts, AsyncIterable):
+        async for row in prompts:
+            yield row
+    else:
+        for row in prompts:
+            yield row

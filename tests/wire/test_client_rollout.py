@@ -1,0 +1,330 @@
+"""`Pool.rollout` on a real socket: what it asks for, when groups and rewards come, and what becomes of errors."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool import BlockingPool, Generation, Pool, RolloutGroup, errors
+from enginepool.protocol.messages import Cancel, ErrorReply, FromClient, Generate, GroupStatus, Message
+from tests.wire.generating_coordinator import GeneratingCoordinator, token
+
+
+class RolloutCoordinator(GeneratingCoordinator):
+    """Holds the streams of some prompts, of which `begins` tokens are sent, until it is told to let go."""
+
+    def __init__(self, address: str) -> None:
+        #: first tokens of prompts
+        self.held: set[int] = set()
+        self.begins = 0
+        #: first tokens of prompts -> what their requests fail with
+        self.fails: dict[int, str] = {}
+        super().__init__(address)
+
+    def _generate(self, link: bytes, message: FromClient, frames: list[bytes]) -> None:
+        first = int.from_bytes(frames[0][:4], "little") if isinstance(message, Generate) else -1
+        if isinstance(message, Generate) and first in self.fails:
+            self.write(link, ErrorReply(self.fails[first], "it fails", message.id))
+            return
+        self.forwards = first not in self.held and first >= 0
+        super()._generate(link, message, frames)
+        if isinstance(message, Generate) and not self.forwards and self.begins:
+            credit, message.credit = message.credit, self.begins
+            self._forward(message.id, self._streams[message.id][2], 0)
+            message.credit = credit
+
+    def _send(self, link: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """From any thread."""
+        if threading.current_thread() is self._thread:
+            super()._send(link, message, frames)
+        else:
+            self.write(link, message, frames)
+
+    def let_go(self, first: int) -> None:
+        """The streams of this prompt go on to their end."""
+        self.held.discard(first)
+        for request, (prompt, *_) in zip(self.asked, self.brought, strict=True):
+            if int.from_bytes(prompt[:4], "little") == first and request.stream:
+                self._forward(request.id, self._streams[request.id][2], 0)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[RolloutCoordinator]:
+    with (fake := RolloutCoordinator(f"ipc://{tmp_path}/c.sock")):
+        yield fake
+
+
+def scene(coordinator: RolloutCoordinator, call: Callable[[Pool], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with Pool.connect(coordinator.address) as pool:
+            await call(pool)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def length(row: Any, sample: Generation) -> float:
+    return len(sample.token_ids)
+
+
+async def taken(rollout: Any, count: int) -> list[RolloutGroup]:
+    found = [await rollout.next_group() for _ in range(count)]
+    assert None not in found
+    return found
+
+
+def test_groups_come_as_they_are_finished_and_a_slow_prompt_delays_no_other(coordinator: RolloutCoordinator) -> None:
+    coordinator.held, coordinator.stops = {11}, {1: 1}
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11], [12], np.array([13])], 2, reward=length, max_new_tokens=3, group="policy")
+        groups = await taken(rollout, 2)
+        assert sorted(group.index for group in groups) == [1, 2]
+        coordinator.let_go(11)
+        groups += await taken(rollout, 1)
+        assert await rollout.next_group() is None
+        for group in groups:
+            long, short = group.samples
+            assert long.token_ids.tolist() == [token(0, at) for at in range(3)] and short.token_ids.tolist() == [100]
+            assert long.logprobs is not None and long.logprobs.dtype == np.float32 and long.spans == ((3, 3),)
+            assert (short.finish_reason, short.matched) == ("stop", 7)
+            assert group.rewards.dtype == np.float32 and group.rewards.tolist() == [3, 1]
+            assert (group.errors, group.dropped) == ((), 0)
+        assert groups[-1].prompt == [11]
+
+    scene(coordinator, main)
+    assert {(request.group, request.n, request.stream, request.logprobs) for request in coordinator.asked} == {
+        ("policy", 2, True, True)
+    }
+
+
+def test_a_sample_is_rewarded_while_the_others_of_its_prompt_go_on(coordinator: RolloutCoordinator) -> None:
+    coordinator.held, coordinator.begins, coordinator.stops = {11}, 3, {0: 1}
+    rewarded = asyncio.Event()
+
+    async def reward(row: Any, sample: Generation) -> float:
+        rewarded.set()
+        return float(sample.token_ids[0])
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11]], 3, reward=reward, max_new_tokens=4)
+        coming = asyncio.ensure_future(rollout.next_group())
+        await rewarded.wait()
+        assert not coming.done()
+        coordinator.let_go(11)
+        group = await coming
+        assert group is not None and group.rewards.tolist() == [0, 100, 200]
+
+    scene(coordinator, main)
+
+
+def test_a_reward_group_scores_ids_texts_or_what_to_row_says(coordinator: RolloutCoordinator) -> None:
+    class Tokenizer:
+        def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return " ".join(str(one) for one in ids)
+
+    async def main(pool: Pool) -> None:
+        asked: dict[str, Any] = {"reward": "judge", "max_new_tokens": 2}
+        options: Any = {"label_token_ids": [7], "priority": 5}
+        [group] = await pool.rollout([[11, 12]], 2, reward_options=options, **asked).result()
+        assert group.rewards.tolist() == [4, 4] and not group.errors, "the lengths of query and item"
+        await pool.rollout([[11, 12]], 1, tokenizer=Tokenizer(), **asked).result()
+        await pool.rollout([{"prompt": [11], "answer": [21]}], 1, to_row=lambda row, _: ([1], row["answer"]), **asked).result()
+        [group] = await pool.rollout(["a text"], 1, **asked).result()
+        assert np.isnan(group.rewards).all() and "tokenizer" in str(group.errors[0])
+
+    scene(coordinator, main)
+    assert [(one.group, one.priority, one.labels) for one in coordinator.scores[:2]] == [("judge", 5, [7])] * 2
+    assert {tuple(np.frombuffer(one[1], np.int32)) for one in coordinator.payloads[:2]} == {(0, 1), (100, 101)}
+    assert coordinator.payloads[2][:2] == [b"11 12", b"0 1"]
+    assert np.frombuffer(coordinator.payloads[3][1], np.int32).tolist() == [21]
+
+
+def test_an_error_of_one_reward_or_one_prompt_is_in_its_group(coordinator: RolloutCoordinator) -> None:
+    coordinator.fails = {13: "poisoned"}
+
+    def reward(row: Any, sample: Generation) -> float:
+        if row == [11] and sample.token_ids[0] == 100:
+            raise ZeroDivisionError("no reward")
+        return 1
+
+    async def main(pool: Pool) -> None:
+        groups = await pool.rollout([[11], [12], [13], []], 2, reward=reward, max_new_tokens=2).result()
+        first, second, third, empty = sorted(groups, key=lambda group: group.index)
+        np.testing.assert_array_equal(first.rewards, [1, np.nan])
+        assert [type(error) for error in first.errors] == [ZeroDivisionError] and len(first.samples) == 2
+        assert second.rewards.tolist() == [1, 1] and second.errors == ()
+        assert (third.samples, third.rewards.tolist()) == ((), []) and isinstance(third.errors[0], errors.Poisoned)
+        assert isinstance(empty.errors[0], errors.BadRequest)
+
+    scene(coordinator, main)
+
+
+def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(coordinator: RolloutCoordinator) -> None:
+    coordinator.held, coordinator.fails = {12}, {13: "pool_down"}
+    reached = asyncio.Event()
+
+    async def prompts() -> AsyncIterator[list[int]]:
+        yield [11]
+        yield [12]
+        await reached.wait()
+        yield [13]
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout(prompts(), 1, reward=length, max_new_tokens=2)
+        assert [group.index for group in await taken(rollout, 1)] == [0]
+        reached.set()
+        with pytest.raises(errors.PoolDown):
+            await rollout.next_group()
+        with pytest.raises(errors.PoolDown):
+            await rollout.next_group()
+        assert (await asyncio.to_thread(coordinator.wait_for, Cancel)).id == coordinator.asked[1].id
+
+    scene(coordinator, main)
+
+
+def test_samples_of_old_weights_are_dropped_and_generated_again(coordinator: RolloutCoordinator) -> None:
+    coordinator.groups = [GroupStatus("policy", version=3), GroupStatus("other", version=9)]
+
+    async def main(pool: Pool) -> None:
+        asked: Any = {"reward": length, "max_new_tokens": 2, "group": "policy", "sampling_seed": 5}
+        rollout = pool.rollout([[11], [12]], 2, max_staleness=1, **asked)
+        [group] = await taken(rollout, 1)
+        assert group.samples[0].spans == ((3, 2),) and group.dropped == 0
+        coordinator.groups[0].version = coordinator.version = 5
+        [group] = await taken(rollout, 1)
+        assert group.dropped == 2 and all(sample.spans == ((5, 2),) for sample in group.samples)
+        assert await rollout.next_group() is None
+        # Of any age.
+        coordinator.version = 0
+        [group] = await pool.rollout([[13]], 1, **asked).result()
+        assert group.samples[0].spans == ((0, 2),) and group.dropped == 0
+
+    scene(coordinator, main)
+    seeds = [request.sampling.sampling_seed for request in coordinator.asked]
+    assert seeds == [5, 5, 7, 5], "not the same samples again"
+
+
+def test_a_stream_whose_samples_are_all_too_old_is_left(coordinator: RolloutCoordinator) -> None:
+    coordinator.groups = [GroupStatus("g", version=3)]
+    coordinator.held, coordinator.begins = {11}, 2
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11]], 2, reward=length, max_staleness=0, max_new_tokens=4)
+        coming = asyncio.ensure_future(rollout.next_group())
+        while not coordinator.asked:
+            await asyncio.sleep(0)
+        coordinator.version, coordinator.held = 4, set[int]()
+        # One more token of the first sample, by the new weights.
+        link, request, starts, sent = coordinator._streams[coordinator.asked[0].id]  # pyright: ignore[reportPrivateUsage]
+        assert sent == 2
+        coordinator.tokens(link, request, [(0, 1, 1)])
+        del starts
+        group = await coming
+        assert group is not None and group.dropped == 2
+        assert [sample.spans for sample in group.samples] == [((4, 4),)] * 2
+        assert (await asyncio.to_thread(coordinator.wait_for, Cancel)).id == coordinator.asked[0].id
+
+    scene(coordinator, main)
+
+
+def test_interrupted_samples_are_generated_again(coordinator: RolloutCoordinator) -> None:
+    coordinator.stops, coordinator.reason = {1: 1}, "interrupted"
+    seen: list[int] = []
+
+    async def reward(row: Any, sample: Generation) -> float:
+        coordinator.stops = {}
+        seen.append(int(sample.token_ids[0]))
+        return 1
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11]], 2, reward=reward, max_new_tokens=3)
+        [group] = await rollout.result()
+        assert [sample.finish_reason for sample in group.samples] == ["length"] * 2 and group.dropped == 1
+        assert group.rewards.tolist() == [1, 1] and not group.errors
+
+    scene(coordinator, main)
+    assert [request.n for request in coordinator.asked] == [2, 1] and seen == [0, 0]
+
+
+def test_leaving_a_rollout_takes_all_its_requests_back(coordinator: RolloutCoordinator) -> None:
+    coordinator.held = {12, 13}
+
+    async def main(pool: Pool) -> None:
+        async for group in pool.rollout([[11], [12], [13]], 2, reward=length, max_new_tokens=2):
+            assert group.index == 0
+            break
+        back = {(await asyncio.to_thread(coordinator.wait_for, Cancel)).id for _ in range(2)}
+        assert back == {request.id for request in coordinator.asked[1:]}
+        async with pool.rollout([[11]], 1, reward=length) as rollout:
+            pass
+        with pytest.raises(errors.RequestCancelled):
+            await rollout.next_group()
+
+    scene(coordinator, main)
+
+
+def test_a_prompt_is_taken_when_there_is_room_for_it(coordinator: RolloutCoordinator) -> None:
+    given: list[int] = []
+
+    def prompts() -> Iterator[list[int]]:
+        for i in itertools.count():
+            given.append(i)
+            yield [i]
+
+    async def main(pool: Pool) -> None:
+        async with pool.rollout(prompts(), 1, reward=length, max_new_tokens=1, max_in_flight=3) as rollout:
+            for count in range(1, 20):
+                await taken(rollout, 1)
+                assert len(given) <= 3 + count
+
+    scene(coordinator, main)
+
+
+def test_a_rollout_without_await_rewards_in_threads(coordinator: RolloutCoordinator) -> None:
+    with BlockingPool.connect(coordinator.address) as pool:
+
+        def reward(row: Any, sample: Generation) -> np.float32:
+            # It may wait for the pool, in whose thread it is not.
+            return pool.score(row["prompt"], [sample.token_ids], label_token_ids=[1]).scores[0, 0]
+
+        rows = [{"prompt": [11]}, {"prompt": [12]}]
+        groups = list(pool.rollout(rows, 2, reward=reward, max_new_tokens=2))
+        assert sorted(group.index for group in groups) == [0, 1]
+        assert all(group.rewards.tolist() == [3, 3] and group.prompt is rows[group.index] for group in groups)
+        assert len(pool.rollout([[1], [2]], 1, reward=reward, max_new_tokens=1).result()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"n": 0}, "n"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"partial": True}, "partial"),
+        ({"continue_from": None}, "continue_from"),
+        ({"images": []}, "images"),
+        ({"reward": 5}, "reward"),
+        ({"tokenizer": object()}, "tokenizer"),
+        ({"prompts": "a text"}, "prompts"),
+        ({"prompts": None}, "prompts"),
+    ],
+)
+def test_an_argument_that_is_wrong_is_named_at_once(
+    coordinator: RolloutCoordinator, options: dict[str, Any], field: str
+) -> None:
+    async def main(pool: Pool) -> None:
+        asked: dict[str, Any] = {"prompts": [[1]], "n": 2, "reward": length, **options}
+        with pytest.raises(errors.BadRequest) as caught:
+            pool.rollout(asked.pop("prompts"), asked.pop("n"), **asked)
+        assert caught.value.field == field
+        with pytest.raises(TypeError, match="temperature"):
+            pool.rollout([[1]], 1, reward=length, temprature=1)  # pyright: ignore[reportCallIssue]
+
+    scene(coordinator, main)
