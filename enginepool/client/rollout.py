@@ -155,6 +155,22 @@ class Rollout:
     #: as the iterators of a pool are called
     next_chunk = next_group
 
+    async def take(self, count: int) -> list[RolloutGroup]:
+        """The next `count` finished groups, such as those of one training step. There are fewer at the end, and before an
+        error, which the next call raises. Other groups go on meanwhile."""
+        groups: list[RolloutGroup] = []
+        while len(groups) < count:
+            try:
+                group = await self.next_group()
+            except EnginepoolError:
+                if not groups:
+                    raise
+                break
+            if group is None:
+                break
+            groups.append(group)
+        return groups
+
     async def result(self) -> list[RolloutGroup]:
         """All groups that were not taken, once they are finished."""
         return [group async for group in self]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import BlockingPool, Generation, Pool, RolloutGroup, errors
+from enginepool import BlockingPool, Generation, Pool, Rollout, RolloutGroup, errors
 from enginepool.protocol.messages import Cancel, ErrorReply, FromClient, Generate, GroupStatus, Message
 from tests.wire.generating_coordinator import GeneratingCoordinator, token
 
@@ -71,9 +71,9 @@ async def length(row: Any, sample: Generation) -> float:
     return len(sample.token_ids)
 
 
-async def taken(rollout: Any, count: int) -> list[RolloutGroup]:
-    found = [await rollout.next_group() for _ in range(count)]
-    assert None not in found
+async def taken(rollout: Rollout, count: int) -> list[RolloutGroup]:
+    found = await rollout.take(count)
+    assert len(found) == count
     return found
 
 
