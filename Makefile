@@ -111,9 +111,10 @@ $(STAMPS)/house: $(STAMPS)/engine pyproject.toml
 	@echo "Setting up $(VENV): enginepool."
 	$(call STEP,$(PIP) --no-build-isolation -e .)
 
+# pip would name what sglang was installed without.
 $(STAMPS)/tools: $(STAMPS)/house $(REQ)/tools.txt
 	@echo "Setting up $(VENV): the tools."
-	$(call STEP,$(PIP) -r $(REQ)/tools.txt)
+	$(call STEP,$(PIP) --no-warn-conflicts -r $(REQ)/tools.txt)
 
 $(STAMPS)/oldest: $(STAMPS)/tools $(REQ)/oldest-engine.txt
 	@echo "Setting up $(VENV)/oldest: the oldest supported engine, about 0.4 GB."

@@ -5,11 +5,11 @@ from typing import Any, Final, Unpack, cast
 
 from enginepool.client.arguments import bad, check_int, check_options, kind
 from enginepool.client.generate import GenerateCalls
+from enginepool.client.readiness import named_group
 from enginepool.client.rewards import RewardFunction, ToRow, rewarder
 from enginepool.client.rollout import Prompts, Rollout
 from enginepool.client.sampling import SamplingOptions
 from enginepool.client.score import ScoreCalls, ScoreOptions
-from enginepool.errors import UnknownGroup
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_SEQUENCES, Status, StatusReport
 
@@ -93,10 +93,7 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
 
         async def committed() -> int:
             report = (await self._connection.ask(Status(), StatusReport))[0]
-            for one in report.groups:
-                if one.name == group or not group:
-                    return one.version or 0
-            raise UnknownGroup(f"group: no group {group!r}", field="group")
+            return named_group(report, group).version or 0
 
         rewards = rewarder(self, reward, to_row, tokenizer, reward_options)
         in_flight = check_int("max_in_flight", max_in_flight, 1, _MAX_IN_FLIGHT)

@@ -88,6 +88,8 @@ ONLY = {
         "enginepool/http/clients.py",
     },
     "httpx": {"enginepool/http/clients.py", "enginepool/http/transport.py"},
+    "transformers": {"enginepool/integrations/trl.py", "workers/sglang/host/process.py"},
+    "skyrl": {"enginepool/integrations/skyrl.py"},
 }
 
 
@@ -153,6 +155,8 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
     allowed = room in ("workers", "tests") or path.startswith("bench/peers") or bridge
     if found.within("enginepool.workers") and not allowed:
         return "none imports workers: they are started as processes"
+    if product and found.within("enginepool.integrations") and not path.startswith("enginepool/integrations/"):
+        return "none imports the integrations: each needs a library of its own"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):
         return "the coordinator knows no client"
     if path.startswith((COORDINATOR, "enginepool/client/")) and library in {"torch", "sglang", "transformers"}:
@@ -290,6 +294,8 @@ BAD = [
     (f"{COORDINATOR}shell/daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
     (f"{COORDINATOR}shell/daemon.py", "import torch", "need no torch"),
     ("bench/wire.py", "from enginepool.workers.engine import RowPart", "none imports workers"),
+    ("enginepool/client/rollout.py", "from enginepool.integrations import trl", "none imports the integrations"),
+    ("enginepool/integrations/skyrl.py", "import transformers", "transformers is imported only in"),
     ("tests/core/test_x.py", "import protocol.messages", "other people's packages"),
     (PURE_FILE, "from enginepool.coordinator.shell import daemon", "pure files of its own room"),
     (PURE_FILE, "from ..shell.daemon import Daemon", "across rooms are absolute"),
@@ -319,6 +325,7 @@ GOOD = {
     "workers/sglang/host/build.py": "def f():\n    import sglang\n    import torch",
     "enginepool/client/session/machine.py": "from enginepool.protocol.errors import CODES",
     "enginepool/http/build.py": "from enginepool.workers import cpu_bridge\nimport torch",
+    "enginepool/integrations/trl.py": "import transformers\nfrom enginepool.trainer.publisher import WeightPublisher",
     PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.core.group import Group\nfrom . import group",
     f"{COORDINATOR}core/group.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
     f"{COORDINATOR}shell/daemon.py": "import asyncio\nfrom enginepool.coordinator.core.group import Group",
