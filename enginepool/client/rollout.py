@@ -162,7 +162,7 @@ class Rollout:
         while len(groups) < count:
             try:
                 group = await self.next_group()
-            except EnginepoolError:
+            except Exception:
                 if not groups:
                     raise
                 break

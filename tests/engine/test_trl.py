@@ -98,7 +98,7 @@ class Adapted(Module):
     """What PEFT makes of a model, as far as it is looked at."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         parts: Any = {"lora_A": torch.nn.Linear(2, 2), "base_layer": torch.nn.Linear(2, 2, bias=False)}
         inner: Any = torch.nn.ModuleDict({"proj": torch.nn.ModuleDict(parts), "norm": torch.nn.LayerNorm(2)})
         self.base_model: Any = torch.nn.ModuleDict({"model": inner})

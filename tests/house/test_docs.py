@@ -32,6 +32,7 @@ NOT_RUN_HERE = {
     "make test": "it is what runs this test",
     'pip install "enginepool[sglang]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
     'pip install "enginepool[openai]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
+    'pip install "enginepool[trl]"': "needs a package index; test_packaging reads what the extra asks for",
     'echo "Hello" | enginepool chat --max-tokens 20': "imports SGLang; tests/engine/test_openai.py runs it in less time",
     "pip install enginepool": "needs a package index; test_packaging builds and imports the wheel",
 }
