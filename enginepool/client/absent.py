@@ -3,7 +3,7 @@
 from enginepool import __version__
 
 #: methods that this version does not have -> the first version that will
-LATER = {"tokenize": "0.2", "rollout": "0.2"}
+LATER = {"tokenize": "0.2"}
 
 
 def no_attribute(pool: str, name: str) -> AttributeError:

@@ -229,7 +229,7 @@ class Rollout:
         self._heard.set()
 
     async def _finish(self, draft: _Draft) -> None:
-        """Generate the samples that a group lacks, and wait for their rewards."""
+        """Generate the samples that a group does not have yet, and wait for their rewards."""
         while missing := draft.missing(self._n):
             await self._generate(draft, missing)
             self._drop_stale(draft)

@@ -1,7 +1,8 @@
 """`Pool.rollout`: the call, and its arguments."""
 
 from collections.abc import AsyncIterable, Iterable
-from typing import Any, Final, Unpack, cast
+from functools import partial
+from typing import Any, Final, Unpack
 
 from enginepool.client.arguments import bad, check_int, check_options, kind
 from enginepool.client.generate import GenerateCalls
@@ -77,24 +78,29 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
                 group: a request that is invalid or too large, ran out of time, or crashed its engines; any exception of a
                 reward function. All else is raised by the loop, after the groups that are finished.
         """
-        for name, why in _OWN.items():
-            if name in options:
-                raise bad(name, f"{name}: not for a rollout: {why}")
-        check_options("rollout", options, RolloutOptions, "prompts", "n", "reward", "to_row", "tokenizer", "reward_options")
-        if isinstance(prompts, str) or not isinstance(cast("object", prompts), Iterable | AsyncIterable):
-            raise bad("prompts", f"prompts: {kind(prompts)}; an iterable of prompts")
+        n = check_int("n", n, 1, MAX_SEQUENCES)
+        _check(prompts, options)
         if max_staleness is not None:
             max_staleness = check_int("max_staleness", max_staleness, 0, MAX_ID)
         asked: dict[str, Any] = {"logprobs": True, **options}
-        n = check_int("n", n, 1, MAX_SEQUENCES)
         trial: Any = {name: value for name, value in asked.items() if name != "routed_experts"}
         self.stream([0], n=n, **trial).cancel()  # which checks all options
-        group = options.get("group", "")
-
-        async def committed() -> int:
-            report = (await self._connection.ask(Status(), StatusReport))[0]
-            return named_group(report, group).version or 0
-
         rewards = rewarder(self, reward, to_row, tokenizer, reward_options)
+        committed = partial(self._committed, options.get("group", ""))
         in_flight = check_int("max_in_flight", max_in_flight, 1, _MAX_IN_FLIGHT)
         return Rollout(self, prompts, n, rewards, committed, max_staleness, in_flight, asked)
+
+    async def _committed(self, group: str) -> int:
+        """The committed weight version of a group. Raises UnknownGroup."""
+        return named_group((await self._connection.ask(Status(), StatusReport))[0], group).version or 0
+
+
+def _check(prompts: object, options: RolloutOptions) -> None:
+    """Refuse options that a rollout does not have, and prompts that are none. Raises BadRequest, TypeError."""
+    for name, why in _OWN.items():
+        if name in options:
+            raise bad(name, f"{name}: not for a rollout: {why}")
+    named = ("prompts", "n", "reward", "to_row", "tokenizer", "reward_options", "max_staleness", "max_in_flight")
+    check_options("rollout", options, RolloutOptions, *named)
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable | AsyncIterable):
+        raise bad("prompts", f"prompts: {kind(prompts)}; an iterable of prompts")

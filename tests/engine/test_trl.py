@@ -5,6 +5,8 @@
 
 import copy
 import importlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,10 @@ from enginepool.integrations.trl import PoolRollouts, PublishWeights, checkpoint
 from enginepool.trainer.tensors import make_plan
 from tests.engine.families import torch, transformers
 from tests.engine.reference import Models
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
+from tests.process.processes import Processes
+from tests.process.scenes import OPTIONS
 from tests.wire.generating_coordinator import GeneratingCoordinator
 
 pytestmark = pytest.mark.engine
@@ -134,6 +140,29 @@ def test_adapters_are_merged_while_the_weights_are_sent_also_if_that_fails(monke
     assert not model.merged
     callback.on_train_end(None, None, None)
     assert sent.closed
+
+
+def test_an_update_that_is_aborted_by_the_death_of_a_worker_is_tried_again(processes: Processes, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    options = {"tensors": [["weight", "float32", [2, 4]], ["bias", "float32", [2]]]}
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1, options=options)).listening()
+    victims: list[int] = []
+
+    def rename(name: str, tensor: Any) -> str:
+        while victims and not tensor.is_meta:  # the bytes are on their way
+            os.kill(victims.pop(), signal.SIGKILL)
+        return name
+
+    with BlockingPool.connect(daemon.address) as pool:
+        pool.ready(PATIENCE_S)
+        publishing: Any = {**OPTIONS, "retry_timeout": PATIENCE_S, "rename": rename}
+        callback = PublishWeights(pool, **publishing)
+        callback.on_train_begin(None, None, None, model=model)
+        victims += [worker.pid for worker in pool.status().groups[0].workers]
+        callback.on_step_end(None, None, None, model=model)
+        outcomes = [record.outcome for record in pool.weights().history]
+        assert (callback.version, pool.status().groups[0].version) == (2, 2) and "update_aborted" in outcomes
+        callback.close()
 
 
 def test_a_model_of_peft_is_published_as_its_merged_checkpoint(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
