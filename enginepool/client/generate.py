@@ -1,7 +1,7 @@
 """`Pool.generate` and `Pool.stream`: the calls, and their arguments in Python's names."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Unpack, cast, get_args
+from typing import Any, Final, TypeVar, Unpack, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from enginepool.client.generations import Continued, Generation, Generations, re
 from enginepool.client.media import MediaOptions, encode_media, media_names
 from enginepool.client.payload import encode_rows
 from enginepool.client.row_calls import ROW_NAMES, RowCalls, flag, set_options
+from enginepool.client.sample_stream import SampleStream
 from enginepool.client.sampling import SAMPLING_NAMES, SamplingOptions, sampling_of
 from enginepool.client.token_stream import TokenStream
 from enginepool.protocol.frames import Buffer
@@ -35,6 +36,7 @@ _NAMES: Final = {
     **SAMPLING_NAMES,
 }
 _REASONS: Final[tuple[str, ...]] = get_args(Ended)
+S = TypeVar("S", bound=TokenStream)
 
 
 class GenerateOptions(SamplingOptions, MediaOptions, total=False):
@@ -139,13 +141,20 @@ class GenerateCalls(RowCalls):
             BadRequest: an argument cannot be served; `field` names it, `limit` the limit. All else is raised by the loop.
         """
         check_options("stream", options, StreamOptions, "prompt")
+        return self._opened(TokenStream, prompt, options)
+
+    def sample_stream(self, prompt: str | Ids, options: StreamOptions) -> SampleStream:
+        """For a rollout: as `stream`, with options that were checked."""
+        return self._opened(SampleStream, prompt, options)
+
+    def _opened(self, kind_of: type[S], prompt: str | Ids, options: StreamOptions) -> S:
         request, frames, earlier, names = _request("prompt", [prompt], options, single=True)
         if request.routed_experts:
             raise bad("routed_experts", "routed_experts: not for a stream; Pool.generate has them in its answer")
         request.stream = True
         request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
         within, retry_busy = set_options(request, options)
-        return TokenStream(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
+        return kind_of(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
 
 
 def _as_rows(prompts: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -244,22 +244,6 @@ def _joined(
     return Generation(
         np.array(tokens, np.int32), logprobs, sequence.end.reason, sequence.end.matched,
         tuple((version, count) for version, count in spans), top_ids, top_logprobs, tuple(workers), states, experts,
-    )  # fmt: skip
-
-
-def joined(chunks: Sequence[TokenChunk]) -> Generation:
-    """The whole sample of these chunks, but for the names of its workers."""
-    last = chunks[-1]
-    some = [chunk for chunk in chunks if len(chunk.token_ids)] or [last]
-
-    def column(name: str) -> Any:
-        parts = [getattr(chunk, name) for chunk in some]
-        return None if parts[0] is None else np.concatenate(parts)
-
-    return Generation(
-        column("token_ids"), column("logprobs"), cast("Ended", last.finish_reason), last.matched,
-        tuple(merged((chunk.version, len(chunk.token_ids)) for chunk in some if len(chunk.token_ids))),
-        column("top_ids"), column("top_logprobs"), (), column("hidden_states"),
     )  # fmt: skip
 
 

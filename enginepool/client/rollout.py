@@ -13,10 +13,11 @@ from typing import Any, Final, Self, TypeAlias, cast
 import numpy as np
 
 from enginepool.client.generate import GenerateCalls
-from enginepool.client.generations import Generation, Generations, TokenChunk, joined
+from enginepool.client.generations import Generation, Generations
 from enginepool.client.results import Floats
 from enginepool.client.rewards import Rewarder, prompt_of
-from enginepool.client.token_stream import ChunkIterator, TokenStream
+from enginepool.client.sample_stream import SampleStream
+from enginepool.client.token_stream import ChunkIterator
 from enginepool.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -240,15 +241,16 @@ class Rollout:
     async def _generate(self, draft: _Draft, numbers: list[int]) -> None:
         """Samples of these numbers. One that was interrupted is missing afterwards."""
         prompt = prompt_of(draft.row)
-        options: Any = {**self._options, "n": len(numbers)}
+        options: Any = {**self._options, "n": len(numbers), "credit": MAX_CREDIT}
         if options.get("sampling_seed") is not None:
             options["sampling_seed"] += draft.attempts * self._n
         draft.attempts += 1
         try:
             if options.pop("routed_experts", False):
+                del options["credit"]
                 whole = await self._pool.generate(prompt, routed_experts=True, **options)
             else:
-                whole = await self._stream(draft, numbers, self._pool.stream(prompt, credit=MAX_CREDIT, **options))
+                whole = await self._stream(draft, numbers, self._pool.sample_stream(prompt, options))
         except Interrupted as error:
             whole = cast("Generations", error.generations)
         except _OF_ONE as error:
@@ -260,22 +262,17 @@ class Rollout:
                 self._sampled(draft, number, sample)
         draft.dropped += sum(number not in draft.samples for number in numbers)
 
-    async def _stream(self, draft: _Draft, numbers: list[int], stream: TokenStream) -> Generations | None:
+    async def _stream(self, draft: _Draft, numbers: list[int], stream: SampleStream) -> Generations | None:
         """Take the samples of a stream as they end. None: all that had not ended are too old, and the stream was left."""
-        parts: list[list[TokenChunk]] = [[] for _ in numbers]
-        version = 0
-        async for chunk in stream:
-            parts[chunk.sequence].append(chunk)
-            if chunk.finish_reason in ("stop", "length"):
-                self._sampled(draft, numbers[chunk.sequence], joined(parts[chunk.sequence]))
-            elif chunk.version > version:
-                version = chunk.version
-                self._newest = max(self._newest, version)
-                rest = [part for number, part in zip(numbers, parts, strict=True) if number not in draft.samples]
-                if all(part and self._is_old(part[0].version) for part in rest):
-                    stream.cancel()
+        async with stream:
+            while (ended := await stream.next_samples()) is not None:
+                for number, sample in ended:
+                    self._sampled(draft, numbers[number], sample)
+                self._newest = max(self._newest, stream.version)
+                first = stream.first_versions()
+                if first and all(version is not None and self._is_old(version) for version in first):
                     return None
-        return await stream.result()
+            return await stream.result()
 
     def _sampled(self, draft: _Draft, number: int, sample: Generation) -> None:
         """A sample has ended, or more is known of it."""

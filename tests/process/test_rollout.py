@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from enginepool import Pool, RolloutGroup, WeightPublisher
+from enginepool import Generation, Pool, RolloutGroup, WeightPublisher
 from enginepool.config import GroupConfig
 from enginepool.protocol.messages import Sampling
 from enginepool.workers.sim.scores import expected_scores
@@ -28,9 +28,9 @@ END_EVERY = 60
 PROMPTS, N = 24, 3
 
 
-def rewarding(processes: Processes, directory: Path) -> Daemon:
+def rewarding(processes: Processes, directory: Path, **more: Any) -> Daemon:
     """Two workers that generate, and one that scores."""
-    config = sim_pool(directory, options={**GENERATES, "forward_s": 0.005, "end_every": END_EVERY}, generates=True)
+    config = sim_pool(directory, options={**GENERATES, "forward_s": 0.005, "end_every": END_EVERY, **more}, generates=True)
     judge = GroupConfig(model="sim", engine="sim", options={"kind": "classifier", "vocab": VOCAB})
     return ForkedDaemon(processes, msgspec.structs.replace(config, groups={**config.groups, "judge": judge})).listening()
 
@@ -70,6 +70,32 @@ def test_a_worker_that_is_killed_changes_no_sample_and_no_reward(processes: Proc
                 check(group)
                 order.append(group.index)
             assert sorted(order) == [*range(PROMPTS)] and order != [*range(PROMPTS)], "as they were finished"
+
+    run(scene)
+
+
+def test_a_reward_function_sees_the_sample_that_the_group_has(processes: Processes, tmp_path: Path) -> None:
+    daemon = rewarding(processes, tmp_path, hidden=4, experts=[2, 1])
+    seen: dict[tuple[int, ...], Generation] = {}
+
+    async def reward(row: Any, sample: Generation) -> float:
+        seen[tuple(sample.token_ids)] = sample
+        return 1
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await ready(pool)
+            for more in ({"top_logprobs": 2, "hidden_states": True}, {"logprobs": False, "routed_experts": True}):
+                options: Any = {**SAMPLING, **more, "group": "g"}
+                for group in await pool.rollout([prompt(1), prompt(2)], N, reward=reward, **options).result():
+                    for sample in group.samples:
+                        early = seen[tuple(sample.token_ids)]
+                        assert (early.finish_reason, early.matched, early.spans) == (
+                            sample.finish_reason, sample.matched, sample.spans,
+                        )  # fmt: skip
+                        for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "hidden_states", "routed_experts"):
+                            np.testing.assert_array_equal(getattr(early, name), getattr(sample, name), name)
+                        assert (sample.top_ids is None) == (sample.logprobs is None) == (sample.routed_experts is not None)
 
     run(scene)
 

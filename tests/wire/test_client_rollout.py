@@ -24,9 +24,14 @@ class RolloutCoordinator(GeneratingCoordinator):
         self.begins = 0
         #: first tokens of prompts -> what their requests fail with
         self.fails: dict[int, str] = {}
+        self._lock = threading.Lock()
         super().__init__(address)
 
     def _generate(self, link: bytes, message: FromClient, frames: list[bytes]) -> None:
+        with self._lock:
+            self._hold(link, message, frames)
+
+    def _hold(self, link: bytes, message: FromClient, frames: list[bytes]) -> None:
         first = int.from_bytes(frames[0][:4], "little") if isinstance(message, Generate) else -1
         if isinstance(message, Generate) and first in self.fails:
             self.write(link, ErrorReply(self.fails[first], "it fails", message.id))
@@ -45,12 +50,18 @@ class RolloutCoordinator(GeneratingCoordinator):
         else:
             self.write(link, message, frames)
 
+    def sent(self) -> list[tuple[bytes, Generate, int]]:
+        """Of each stream its link, its request, and how many tokens were sent."""
+        with self._lock:
+            return [(link, request, sent) for link, request, _, sent in self._streams.values()]
+
     def let_go(self, first: int) -> None:
         """The streams of this prompt go on to their end."""
-        self.held.discard(first)
-        for request, (prompt, *_) in zip(self.asked, self.brought, strict=True):
-            if int.from_bytes(prompt[:4], "little") == first and request.stream:
-                self._forward(request.id, self._streams[request.id][2], 0)
+        with self._lock:
+            self.held.discard(first)
+            for request, (prompt, *_) in zip(self.asked, self.brought, strict=True):
+                if int.from_bytes(prompt[:4], "little") == first and request.stream:
+                    self._forward(request.id, self._streams[request.id][2], 0)
 
 
 @pytest.fixture
@@ -217,14 +228,13 @@ def test_a_stream_whose_samples_are_all_too_old_is_left(coordinator: RolloutCoor
     async def main(pool: Pool) -> None:
         rollout = pool.rollout([[11]], 2, reward=length, max_staleness=0, max_new_tokens=4)
         coming = asyncio.ensure_future(rollout.next_group())
-        while not coordinator.asked:
+        while not (sent := coordinator.sent()):
             await asyncio.sleep(0)
         coordinator.version, coordinator.held = 4, set[int]()
         # One more token of the first sample, by the new weights.
-        link, request, starts, sent = coordinator._streams[coordinator.asked[0].id]  # pyright: ignore[reportPrivateUsage]
-        assert sent == 2
+        [(link, request, count)] = sent
+        assert count == 2
         coordinator.tokens(link, request, [(0, 1, 1)])
-        del starts
         group = await coming
         assert group is not None and group.dropped == 2
         assert [sample.spans for sample in group.samples] == [((4, 4),)] * 2
