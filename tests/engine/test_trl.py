@@ -166,7 +166,6 @@ def test_an_update_that_is_aborted_by_the_death_of_a_worker_is_tried_again(proce
 
 
 def test_a_model_of_peft_is_published_as_its_merged_checkpoint(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
     peft: Any = importlib.import_module("peft")
     monkeypatch.setattr(trl, "BlockingWeightPublisher", Sent)
     plain = transformers.AutoModelForCausalLM.from_pretrained(models.causal, dtype=torch.float32)
