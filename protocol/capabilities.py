@@ -40,7 +40,9 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `logit_processors` and `reasoning_parser`, other operations `chat_template`, all of them `deterministic`. Of a worker that
     generates, `inflight_rows` are the sequences that it runs at once, and `inflight_tokens` its key-value pool. `adapters`: the
     names of the LoRA adapters that it generates with, in order; at most `MAX_ADAPTERS`. `experts`: [layers, k], where it says
-    to which k experts each layer routes each token; [0, 0]: it does not.
+    to which k experts each layer routes each token; [0, 0]: it does not. `sequences`, `sequence_tokens` and `sequence_context`:
+    of a worker that generates and runs rows, what it generates at once, and the longest prompt and output together; its other
+    budgets are those of rows then, and neither takes room of the other. 0: `inflight_rows`, `inflight_tokens` and `context`.
     """
 
     kind: Kind
@@ -72,11 +74,34 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     features: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     experts: tuple[int, int] = (0, 0)
+    sequences: int = 0
+    sequence_tokens: int = 0
+    sequence_context: int = 0
 
     @property
     def packed(self) -> bool:
         """Whether it is a packed worker."""
         return self.max_item > 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it generates and runs rows."""
+        return self.sequences > 0
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that it generates at once."""
+        return self.sequences or self.inflight_rows
+
+    @property
+    def most_sequence_tokens(self) -> int:
+        """Tokens of all sequences that it generates at once."""
+        return self.sequence_tokens or self.inflight_tokens
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self.sequence_context or self.context
 
 
 def halved(can: Capabilities, times: int) -> Capabilities:
@@ -93,6 +118,8 @@ def halved(can: Capabilities, times: int) -> Capabilities:
             for tokens in (can.batch_tokens, can.inflight_tokens, can.cached_tokens)
         )
         context = min(can.context, inflight)
+        longest = -(-can.sequence_context // page) * page
+        sequence_tokens = min(can.sequence_tokens, max(longest, can.sequence_tokens // 2 // page * page))
         can = msgspec.structs.replace(
             can,
             context=context,
@@ -104,5 +131,7 @@ def halved(can: Capabilities, times: int) -> Capabilities:
             max_item=min(can.max_item, context),
             cached_tokens=max(batch, cached) if can.cached_query else 0,
             halvings=can.halvings + 1,
+            sequences=min(can.sequences, max(1, can.sequences // 2)),
+            sequence_tokens=sequence_tokens,
         )
     return can

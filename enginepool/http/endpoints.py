@@ -98,7 +98,7 @@ class Endpoints:
         report = await self._pool.ready(group=group.name)
         serving.manager.pool, serving.manager.group = self._pool, self._group
         if (limits := named_group(report, group.name).limits) is not None:
-            serving.manager.context_len = min(serving.manager.context_len, limits.context)
+            serving.manager.context_len = min(serving.manager.context_len, limits.sequence_context or limits.context)
         return serving
 
     def _models(self, serving: Serving, name: str) -> Reply:

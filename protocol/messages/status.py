@@ -26,7 +26,8 @@ class RestartWorker(Status, tag="restart"):
 class WorkerStatus(msgspec.Struct, omit_defaults=True):
     """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learned from its batches (0: no matter);
     each row counts there as `forward_row_tokens` tokens more. `prompt_tokens`: of the prompts that it began to continue;
-    `cached_tokens`: of them, those that its engine had in its prefix cache.
+    `cached_tokens`: of them, those that its engine had in its prefix cache. `batches` and `tokens` are of rows and sequences;
+    `sequences`: those that it generates now.
     """
 
     name: str
@@ -46,12 +47,13 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     forward_row_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    sequences: int = 0
 
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
     item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer. `operations`,
-    `embedding`, `dimensions`, `features`, `adapters`: as in `capabilities`.
+    `embedding`, `dimensions`, `features`, `adapters`, `sequence_context`: as in `capabilities`.
     """
 
     kind: Kind
@@ -67,6 +69,7 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     dimensions: list[int] = []
     features: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    sequence_context: int = 0
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):

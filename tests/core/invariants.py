@@ -17,7 +17,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels, _untouched
-from enginepool.coordinator.scheduling.batch_builder import fill
+from enginepool.coordinator.scheduling.batches import _begin
 from enginepool.coordinator.scheduling.cost_model import (
     FIXED_S,
     LEAST_TOKEN,
@@ -27,7 +27,6 @@ from enginepool.coordinator.scheduling.cost_model import (
     ROW_S,
     ForwardCostModel,
 )
-from enginepool.coordinator.scheduling.generation_slots import place
 from enginepool.coordinator.scheduling.lanes import AWAY
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
@@ -96,6 +95,11 @@ def check_group(group: Group) -> None:
         idle = worker.open and not worker.batches and not group.resume_at
         head = group.queue.head(worker.class_) if idle else None
         assert head is None, (group.name, worker, head)
+        if worker.open and worker.capabilities is not None and worker.capabilities.mixed and not group.resume_at:
+            kinds = {batch.slices[0][0].generation is not None for batch in worker.batches.values()}
+            for sequences in {False, True} - kinds:
+                lane = group.queue.head(PLAIN, sequences=sequences)
+                assert lane is None, (group.name, worker, lane, "it waits for work of the other kind")
     if group.reserved_worker is not None:
         assert group.reserved_worker.state is WorkerState.RESERVED and group.trial is None, (group.reserved_worker, group.trial)
     if group.trial is not None:
@@ -118,7 +122,7 @@ def check_worker(worker: Worker) -> None:
     if worker.batches:
         assert worker.declared is not None and worker.epoch_confirmed, worker
         can = worker.declared
-        assert worker.cost <= can.inflight_tokens and worker.rows <= can.inflight_rows, worker
+        assert worker.within(can), worker
         assert worker.routing is (worker.group.packed_routing if can.packed else worker.group.routing), worker
     for batch in worker.batches.values():
         assert batch.worker is worker and batch.slices, batch
@@ -140,11 +144,16 @@ def check_worker(worker: Worker) -> None:
 def _check_sums(worker: Worker) -> None:
     if not worker.batches:
         assert worker.cost == worker.rows == 0 and not worker.priorities, worker
+        assert worker.sequences == worker.sequence_tokens == worker.generations == 0, worker
     else:
         batches = worker.batches.values()
         assert worker.cost == sum([b.cost for b in batches]), worker
         assert worker.rows == sum([b.rows for b in batches]), worker
-        generating = [b.slices[0][0].priority for b in batches if b.slices[0][0].generation is not None]
+        tasks = [b for b in batches if b.slices[0][0].generation is not None]
+        assert worker.generations == len(tasks), worker
+        assert worker.sequence_tokens == sum([b.cost for b in tasks]), worker
+        assert worker.sequences == sum([b.rows for b in tasks]), worker
+        generating = [b.slices[0][0].priority for b in tasks]
         assert worker.priorities == {priority: generating.count(priority) for priority in generating}, worker
     assert worker.text_bytes == sum([request.work.nbytes for request, _ in worker.texts.values()]), worker
 
@@ -292,13 +301,14 @@ def check_levels(levels: AdmissionLevels, live: list[Request]) -> None:
 
 def _still_blocked(core: Context, group: Group) -> bool:
     """Whether the head of the queue fits no worker, as `group.blocked` says."""
-    lane, worker = group.queue.head(PLAIN), group.routing.least()
+    kind = None if group.blocked is None or not group.mixed else group.blocked.generation is not None
+    lane, worker = group.queue.head(PLAIN, sequences=kind), group.routing.least()
     if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
         return False
     if worker is None:
         return True
     assert lane.head is not None
-    return (fill if lane.head.generation is None else place)(core, group.queue, lane, worker) is None
+    return _begin(core, group.queue, lane, worker) is None
 
 
 def _check_heap(heap: list[Any]) -> None:

@@ -25,7 +25,7 @@ from enginepool.protocol.messages import (
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import EPOCH, config, failures, work
 
-MIXED = msgspec.structs.replace(CAN, operations=("generate", "score"))
+MIXED = msgspec.structs.replace(CAN, operations=("generate", "score"), sequences=8, sequence_tokens=200, sequence_context=100)
 
 
 # --- workers ------------------------------------------------------------------------------------------------------------

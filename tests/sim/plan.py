@@ -58,7 +58,7 @@ UPDATE_FAULTS = {
 #: what strikes schedules that generate more often
 GENERATION_FAULTS = (
     "worker_kill", "worker_stop", "worker_link", "engine_error", "engine_wrong_rows", "client_link", "client_stall",
-    "client_outbox", "coordinator_kill",
+    "client_outbox", "coordinator_kill", "engine_rows_hang",
 )  # fmt: skip
 
 
@@ -217,14 +217,14 @@ class Plan:
             if name in self.packed:
                 continue
             rows = random.choice((1, 2, 4))
+            slots = int(rows * random.choice((1.0, 1.5, 2.0, 4.0)))
             self.capabilities[name] = msgspec.structs.replace(
                 can, kind="causal", labels=0, hidden=2, separator=None, operations=(*can.operations, "generate"),
-                batch_rows=rows, inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))), features=("logit_processors",),
-                adapters=ADAPTERS,
-                experts=(2, 1),
+                batch_rows=rows, inflight_rows=slots, features=("logit_processors",), adapters=ADAPTERS, experts=(2, 1),
+                sequences=slots, sequence_tokens=can.inflight_tokens, sequence_context=min(can.context, can.inflight_tokens),
             )  # fmt: skip
             if name in self.memory:
-                self.memory[name] = max(1, self.capabilities[name].inflight_rows >> self.halvings[name])
+                self.memory[name] = 2 * max(1, slots >> self.halvings[name])
         self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
         for kind in () if self.gentle else GENERATION_FAULTS:
             if random.random() < 0.3:

@@ -41,6 +41,9 @@ SHOWN_BY = {
     "what_names_an_exact_version_outlives_it": 22,
     "no_group_starts_again_after_its_engines_ran_out_of_memory": 17,
     "lanes_are_not_built_anew_where_classes_change": 386,
+    "rows_and_sequences_wait_for_each_other": 18,
+    "batches_count_next_to_sequences": 76,
+    "rows_that_hang_have_time_while_tokens_arrive": 58,
 }
 
 

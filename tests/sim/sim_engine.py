@@ -49,7 +49,7 @@ class Profile:
         self.poison = random.choice(("crash", "abort", "hang", "wrong_rows"))
         self.load_fails = random.choice((0.0, 0.0, 0.0, 0.2))
         #: how many rows at a time it has memory for
-        self.memory = can.inflight_rows
+        self.memory = can.inflight_rows + can.sequences
         #: it takes other weights only when it starts
         self.only_at_start = False
         #: what a step of all sequences takes
@@ -87,7 +87,7 @@ class SimEngine:
         self.base = profile.version
         self.slow = 1.0
         self.next_fault = ""
-        self.hangs = False
+        self.hangs = self.rows_hang = False
         self.dead = False
         #: why it never loads, or ""
         self.broken = ""
@@ -168,8 +168,14 @@ class SimEngine:
     def check_room(self, who: str) -> None:
         """All that is inside fits."""
         can, inside = self.profile.can, self.inside.values()
-        assert sum(task.weight for task in inside) <= can.inflight_tokens, f"{who}: over inflight_tokens"
-        assert sum(task.rows for task in inside) <= can.inflight_rows, f"{who}: over inflight_rows"
+        sequences = [task for task in inside if isinstance(task, SimGeneration)]
+        rows = [task for task in inside if not isinstance(task, SimGeneration)]
+        for tasks, most, most_tokens in (
+            (rows, can.inflight_rows, can.inflight_tokens),
+            (sequences, can.most_sequences, can.most_sequence_tokens),
+        ):
+            assert sum(task.weight for task in tasks) <= most_tokens, f"{who}: over {most_tokens} tokens"
+            assert sum(task.rows for task in tasks) <= most, f"{who}: over {most} rows"
 
     def _next(self) -> None:
         if self.dead or self.hangs or not (self._waiting or self._commands):
@@ -198,6 +204,8 @@ class SimEngine:
             self.host.kill()
         elif fault == "hang" or self.hangs:
             self.hangs = True
+        elif fault == "rows_hang":
+            self.rows_hang = True  # the sequences go on
         else:
             now, id_ = self.world.now, task.run.batch.batch
             del self.inside[id_]

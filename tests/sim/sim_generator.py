@@ -89,7 +89,7 @@ class SimGenerator:
         self._seen.add(message.task)
         task = SimGeneration(run, can.vocab)
         assert task.sequences and task.new > 0, f"{who}: nothing to generate"
-        assert len(task.prompt) // 4 + task.new <= can.context, f"{who}: longer than {can.context} tokens"
+        assert len(task.prompt) // 4 + task.new <= can.longest_sequence, f"{who}: longer than that"
         if message.at:
             assert len(task.sequences) == 1, f"{who}: several sequences go on after the same tokens"
             engine.oracle.stream("resumed")

@@ -15,7 +15,7 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet import reports, workers
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests import generations
+from enginepool.coordinator.requests import generations, making_room
 from enginepool.coordinator.requests.stream_messages import UnsentTokens
 from enginepool.coordinator.scheduling import batches, generation_slots
 from enginepool.coordinator.weights import outcomes
@@ -123,8 +123,8 @@ def a_slot_is_taken_from_a_lower_priority_without_a_stop(patch: pytest.MonkeyPat
 
     def make_room(requests: Any, group: Any) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(generations, "stop_tasks", stop_tasks)
-            return generations.make_room(requests, group)
+            inner.setattr(making_room, "stop_tasks", stop_tasks)
+            return making_room.make_room(requests, group)
 
     patch.setattr(machine, "make_room", make_room)
 

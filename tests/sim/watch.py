@@ -224,8 +224,8 @@ class Watch:
                 before = oldest.get(flow)
                 if before is None or request.seq < before.seq:
                     oldest[flow] = request
-        #: by class
-        firsts: dict[int, Request | None] = {}
+        #: by class, and in a mixed group of rows or of sequences: these have room of their own
+        firsts: dict[tuple[int, bool], Request | None] = {}
         for batch in batches:
             class_, slices = batch.worker.class_, batch.slices
             assert all(request.classes & class_ for request, _, _ in slices), f"{batch} is for another class"
@@ -236,9 +236,16 @@ class Watch:
                 first = oldest.get(_flow(request), request)
                 assert first.seq >= request.seq, f"{batch} passed over {first}, which is of the client of {request}"
             if group.config.ageing_s is None:
-                if class_ not in firsts:
-                    firsts[class_] = min((one for one in waiting if one.classes & class_), key=_rank, default=None)
-                first = firsts[class_]
+                mixed = group.plain is not None and group.plain.mixed
+                sequences = mixed and slices[0][0].generation is not None
+                if (class_, sequences) not in firsts:
+                    others = (
+                        one
+                        for one in waiting
+                        if one.classes & class_ and (not mixed or (one.generation is not None) is sequences)
+                    )
+                    firsts[class_, sequences] = min(others, key=_rank, default=None)
+                first = firsts[class_, sequences]
                 assert first is None or _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:

@@ -16,6 +16,13 @@ GENERATING: dict[str, Any] = {
     "operations": ["generate"],
     "features": ["stop_text", "image", "media_url"],
 }
+MIXED = GENERATING | {
+    "batch_rows": 4,
+    "operations": ["score", "logprobs", "generate"],
+    "sequences": 32,
+    "sequence_tokens": 4096,
+    "sequence_context": 512,
+}
 PROMPTS = (ids("items", 21, 22, 23), lengths("item_lengths", 2, 1))
 OUTPUT = (ids("output", 31, 32), lengths("output_lengths", 2, 0, 0, 0))
 
@@ -299,6 +306,13 @@ def _workers() -> list[Valid]:
             "worker-coordinator",
             "a worker that generates",
             {"type": "ready", "capabilities": GENERATING},
+            exact=False,
+        ),
+        Valid(
+            "ready-mixed",
+            "worker-coordinator",
+            "a worker that generates and scores",
+            {"type": "ready", "capabilities": MIXED},
             exact=False,
         ),
         Valid(

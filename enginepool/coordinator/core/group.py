@@ -162,6 +162,11 @@ class Group:
         return self.plain or self.packed
 
     @property
+    def mixed(self) -> bool:
+        """Its plain workers generate and run rows."""
+        return self.plain is not None and self.plain.mixed
+
+    @property
     def unservable(self) -> int:
         """Classes of workers that run nothing: gone for good, or without the committed weights."""
         return self.weights_lost_classes | sum(self.retired_classes)

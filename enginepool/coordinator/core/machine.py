@@ -29,8 +29,9 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
-from enginepool.coordinator.requests.generations import credit, follow, make_room
+from enginepool.coordinator.requests.generations import credit, follow
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.making_room import empty_reserved, make_room
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.scheduling.oom_backoff import resume
 from enginepool.coordinator.weights.inspection import inspect_weights
@@ -145,6 +146,8 @@ class Machine:
                 for _ in range(PREEMPTIONS):
                     if group.blocked is None or not make_room(self.requests, group):
                         break
+                    pump(core, group)
+                if group.reserved_worker is not None and empty_reserved(self.requests, group):
                     pump(core, group)
         core.woken.clear()
         if core.draining:

@@ -82,6 +82,7 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         version=worker.version if worker.capabilities is not None else None,
         batches=len(worker.batches),
         tokens=worker.cost,
+        sequences=worker.sequences,
         done=worker.done,
         prompt_tokens=worker.prompt_tokens,
         cached_tokens=worker.cached_tokens,

@@ -34,10 +34,8 @@ def _derived(worker: Worker, now: float) -> WorkerState:
         return WorkerState.MISSING_WEIGHTS
     if not worker.holds:
         return WorkerState.OTHER_WEIGHTS
-    for oldest in worker.batches.values():
-        if now > oldest.late:
-            return WorkerState.LATE
-        break
+    if any(now > oldest.late for oldest in worker.oldest()):
+        return WorkerState.LATE
     group = worker.group
     if group.reserved_worker is worker or (group.trial is not None and group.trial.worker is worker):
         return WorkerState.RESERVED
@@ -181,6 +179,9 @@ def start_batch(batch: RunningBatch) -> None:
     worker.cost += batch.cost
     worker.rows += batch.rows
     if (request := batch.slices[0][0]).generation is not None:
+        worker.generations += 1
+        worker.sequence_tokens += batch.cost
+        worker.sequences += batch.rows
         worker.priorities[request.priority] = worker.priorities.get(request.priority, 0) + 1
     if not batch.trial:
         worker.routing.moved(worker)
@@ -190,14 +191,16 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
     """A batch is done, lost or taken back."""
     worker = batch.worker
     del worker.batches[batch.id]
-    for oldest in worker.batches.values():
-        if oldest.slices[0][0].generation is not None and oldest.deadline < batch.deadline:
-            # Tokens give time to the oldest task alone: this one had none from those that came before it was that.
-            oldest.deadline, oldest.late = batch.deadline, batch.late
-        break
     worker.cost -= batch.cost
     worker.rows -= batch.rows
     if (request := batch.slices[0][0]).generation is not None:
+        worker.generations -= 1
+        worker.sequence_tokens -= batch.cost
+        worker.sequences -= batch.rows
+        oldest = worker.oldest()[-1] if worker.generations else None
+        if oldest is not None and oldest.deadline < batch.deadline:
+            # Tokens give time to the oldest task alone: this one had none from those that came before it was that.
+            oldest.deadline, oldest.late = batch.deadline, batch.late
         worker.priorities[request.priority] -= 1
         if not worker.priorities[request.priority]:
             del worker.priorities[request.priority]
@@ -217,6 +220,8 @@ def shrink_batch(core: Context, batch: RunningBatch, cost: int) -> None:
     batch.cost -= cost
     worker.rows -= 1
     worker.cost -= cost
+    worker.sequences -= 1
+    worker.sequence_tokens -= cost
     if worker.stamp:
         worker.routing.moved(worker)
     core.wake(worker.group)

@@ -24,9 +24,10 @@ class Worker:
 
     __slots__ = (
         "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
-        "epoch_confirmed", "group", "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "name",
-        "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing", "rows", "since", "slot",
-        "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
+        "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
+        "missing_weights", "name", "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing",
+        "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
+        "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -70,11 +71,13 @@ class Worker:
         #: it said in this epoch that it dropped the work of earlier ones
         self.epoch_confirmed = False
         self.batches: dict[TaskId, RunningBatch] = {}
-        #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
-        self.cost = 0
-        self.rows = 0
+        #: sums over `batches`
+        self.cost = self.rows = 0
         #: bytes of media that were sent on its link, at most so many of which it has not read
         self.unread_media = 0
+        #: of `batches`, the tasks that generate: how many, and the sums of their cost and rows. These, and those of the
+        #: rest, are never over what the worker declared.
+        self.generations = self.sequence_tokens = self.sequences = 0
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
         #: text requests that it has, in the order in which it got them and tokenizes them, and when each must be done: that of
@@ -109,6 +112,29 @@ class Worker:
     def busy(self) -> bool:
         """It has something in hand."""
         return bool(self.batches or self.texts)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of its batches of rows."""
+        return self.cost - self.sequence_tokens
+
+    @property
+    def row_batches(self) -> int:
+        """How many batches of rows it has."""
+        return len(self.batches) - self.generations
+
+    def within(self, can: Capabilities) -> bool:
+        """Whether what it has is within these budgets."""
+        rows = self.row_tokens <= can.inflight_tokens and self.rows - self.sequences <= can.inflight_rows
+        return rows and self.sequence_tokens <= can.most_sequence_tokens and self.sequences <= can.most_sequences
+
+    def oldest(self) -> list[RunningBatch]:
+        """The oldest of its batches of rows and the oldest of its tasks that generate, which must be done next."""
+        batches = self.batches.values()
+        if not 0 < self.generations < len(batches):
+            return [next(iter(batches))] if batches else []
+        rows = next(batch for batch in batches if batch.slices[0][0].generation is None)
+        return [rows, next(batch for batch in batches if batch.slices[0][0].generation is not None)]
 
     @property
     def holds(self) -> bool:

@@ -41,6 +41,7 @@ def impossible(can: Capabilities) -> str:
         and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
+        and _possible_sequences(can)
         and 0 < sum(map(len, can.operations)) <= MAX_NAMES
         and sum(map(len, can.features)) + len(can.features) <= MAX_NAMES
         and len(can.dimensions) <= MAX_NAMES
@@ -52,6 +53,14 @@ def impossible(can: Capabilities) -> str:
     ):
         return f"ready with impossible capabilities: {can}"
     return ""
+
+
+def _possible_sequences(can: Capabilities) -> bool:
+    """Whether a worker has budgets of its own for sequences, if it generates and runs rows, and not otherwise."""
+    own = can.sequences, can.sequence_tokens, can.sequence_context
+    if "generate" not in can.operations or len(can.operations) == 1:
+        return own == (0, 0, 0)
+    return min(own) > 0 and not can.packed and can.sequence_context <= min(can.sequence_tokens, MAX_CONTEXT)
 
 
 #: capabilities that all workers of a group share

@@ -54,10 +54,9 @@ class WorkerDeadlines:
             allowed = self._allowed(worker)
             if allowed is not None and now - worker.since > allowed:
                 return f"it was {worker.stage} for more than {allowed:.0f} s"
-        for batch in worker.batches.values():
+        for batch in worker.oldest():
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
-            break
         for _, due in worker.texts.values():
             if now > due:
                 return "a text was not tokenized in time"

@@ -123,7 +123,9 @@ class WorkerReports:
             self.core.effects.append(KeepHistory(group.name, list(group.history)))
         group.speed.add(e.run_us / 1e6, batch.cost)
         if worker.pace is not None:
-            worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
+            # Next to sequences a batch also takes the time of their steps, which no number of the model stands for.
+            fits = not worker.generations and usual(batch, e)
+            worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=fits)
         self.requests.outcome(batch, e)
 
     def generated(self, e: ev.TokensGenerated) -> None:
@@ -141,10 +143,9 @@ class WorkerReports:
             return
         if not progress:
             return
-        for oldest in worker.batches.values():
-            allowed = self.core.config.timing.forward_s
+        if worker.generations:
+            oldest, allowed = worker.oldest()[-1], self.core.config.timing.forward_s
             oldest.deadline, oldest.late = e.now + allowed, e.now + allowed / 2
-            break
 
     def _details(self, worker: Worker, e: ev.TokensGenerated) -> str:
         """What a worker says of prompts, with their first tokens, and of experts, with the last ones. Returns why no engine

@@ -128,6 +128,15 @@ def signature(number: int, variant: int = 0) -> int:
     return (number << 4 | variant) << 2
 
 
+#: The operation whose rows are sequences, which have slots and no batches.
+GENERATION = 2
+
+
+def of_sequences(signature: int) -> bool:
+    """Whether works of this signature are generated."""
+    return signature >> 6 == GENERATION
+
+
 class RequestMessage(Protocol):
     """The fields that the messages of all operations have."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from enginepool.coordinator.operations.base import Operation, Work, refuse_ids, signature
+from enginepool.coordinator.operations.base import GENERATION, Operation, Work, refuse_ids, signature
 from enginepool.coordinator.requests.memory import UNKNOWN_EXPERTS, UNKNOWN_HIDDEN
 from enginepool.protocol.basis import ELEMENT_BYTES, EXPERT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, SEQUENCE_BYTES
 from enginepool.protocol.errors import WireError
@@ -33,7 +33,7 @@ from enginepool.protocol.messages import (
 from enginepool.protocol.ragged import ITEMS, bad, read_rows
 from enginepool.protocol.sampling import FEATURES, MASKS, check_sampling, is_constrained
 
-_SIGNATURE = signature(2)
+_SIGNATURE = signature(GENERATION)
 _OUTPUT = ("output", "output_lengths")
 #: of a feature that workers lack, whose name does not say it
 _UNTAKEN = {
@@ -165,7 +165,7 @@ class GenerateOperation(Operation[GenerateWork]):
             return bad("output", f"output: token id {work.output_max} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if wrong := refuse_ids(work, can):
             return wrong
-        most = min(can.context, can.inflight_tokens) - sampling.max_new_tokens
+        most = min(can.longest_sequence, can.most_sequence_tokens) - sampling.max_new_tokens
         if not work.text and work.longest > most:
             prompt = int(np.argmax(np.frombuffer(work.frames[1], np.uint32)))
             text = f"items[{prompt}]: {work.longest} tokens, and max_new_tokens = {sampling.max_new_tokens}"

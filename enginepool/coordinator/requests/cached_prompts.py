@@ -25,7 +25,7 @@ def count_cached(worker: Worker, e: ev.TokensGenerated) -> str:
         prompt = prompt_length(request, number)
         output = len(state.sequences[start].tokens)
         if number in work.media.spans and counter in lengths:
-            if can is None or not output < lengths[counter] <= can.context:
+            if can is None or not output < lengths[counter] <= can.longest_sequence:
                 return f"it reported a prompt of {lengths[counter]} tokens"
             prompt = state.expanded[number] = lengths[counter] - output
         whole = prompt + output

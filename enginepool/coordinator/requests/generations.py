@@ -9,7 +9,6 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.generation_state import GenerationState
-from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.participants import note_sequence, places
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED
@@ -19,8 +18,6 @@ from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.step_checks import impossible_step, not_a_number, of_another_model
 from enginepool.coordinator.requests.stream_messages import MOST_STATES, StreamMessages, UnsentTokens, in_pieces, send_prompts
 from enginepool.coordinator.scheduling.generation_slots import expected_tokens, prompt_length, remember
-from enginepool.coordinator.scheduling.preemption import to_preempt
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
     Generated,
@@ -256,18 +253,6 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
         requests.put_back(request, ranges)
 
 
-def make_room(requests: StreamRequests, group: Group) -> bool:
-    """Generations of one worker stop where the head of the queue is more urgent and has no slot. Returns whether it has one
-    now."""
-    lane = group.queue.head(PLAIN)
-    tasks = [] if lane is None else to_preempt(requests.core, lane, group)
-    for batch in tasks:
-        end_batch(requests.core, batch)
-        interrupted(requests, batch, lost=False)
-    stop_tasks(requests.core, tasks)
-    return bool(tasks)
-
-
 def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int, *, inexact: bool) -> None:
     sequence = state.sequences[place]
     has = len(sequence.tokens)
@@ -311,10 +296,12 @@ def sizes(request: Request) -> str:
     """What a worker had to hold for a request, and what it is given at once: for an error."""
     work, state, can = request.work, request.generation, request.group.plain or request.group.packed
     text = f"{work.rows} rows of up to {work.longest} tokens"
+    most_rows, most_tokens = (0, 0) if can is None else (can.inflight_rows, can.inflight_tokens)
     if state is not None and isinstance(work, GenerateWork):
+        most_rows, most_tokens = (0, 0) if can is None else (can.most_sequences, can.most_sequence_tokens)
         has, most = max(len(sequence.tokens) for sequence in state.sequences), work.sampling.max_new_tokens
         text = f"{work.rows} sequences after prompts of up to {work.longest} tokens, with up to {has} of {most} tokens"
-    return text if can is None else f"{text}; a worker is given {can.inflight_rows} with {can.inflight_tokens} tokens at once"
+    return text if can is None else f"{text}; a worker is given {most_rows} with {most_tokens} tokens at once"
 
 
 # --- the answer ----------------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     assert can is not None
     if (pace is not None or can.cached_query) and full(worker):
         return None
-    free_tokens = can.inflight_tokens - worker.cost
-    free_rows = can.inflight_rows - worker.rows
+    free_tokens = can.inflight_tokens - worker.row_tokens
+    free_rows = can.inflight_rows - worker.rows + worker.sequences
     extra = can.page - 1
     each = 0.0 if pace is None else pace.row
     head = lane.head

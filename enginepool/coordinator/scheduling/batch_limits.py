@@ -58,7 +58,7 @@ def full(worker: Worker) -> bool:
     The caller skips this check for a worker without a pace: tokens in flight alone limit it. The exception is a worker that
     keeps part of its tokens in flight for queries that must be computed again.
     """
-    return len(worker.batches) >= worker.group.config.forwards_in_flight
+    return worker.row_batches >= worker.group.config.forwards_in_flight
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:

@@ -8,7 +8,8 @@ order, again and again. Text that waits to be tokenized goes to the open workers
    is left.
 3. The same for what plain workers can serve, which is nearly all.
 4. Nothing waits, no worker is open, or the heads do not fit yet: nothing happens. No request overtakes, at its class of
-   workers, a head that does not fit: the head could wait without end.
+   workers, a head that does not fit: the head could wait without end. Workers that generate and run rows have room for each:
+   there a head of rows and one of sequences do not wait for each other.
 """
 
 from heapq import heapify, heappop, heapreplace
@@ -25,8 +26,15 @@ from enginepool.coordinator.core.transitions import release_reserved, reserve, s
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import longest_row
 from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
-from enginepool.coordinator.scheduling.generation_slots import media_bytes, next_sequences, place, start_message
+from enginepool.coordinator.scheduling.generation_slots import (
+    generating,
+    media_bytes,
+    next_sequences,
+    place,
+    start_message,
+)
 from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.row_cuts import cut_next, take
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
@@ -60,9 +68,13 @@ def pump(core: Context, group: Group) -> None:
             worker = routing.least()
             if worker is None:
                 break
-            head = lane.head
-            assert head is not None
-            batch = (fill if head.generation is None else place)(core, queue, lane, worker)
+            batch = _begin(core, queue, lane, worker)
+            if batch is None and group.mixed:
+                # It has no room of its kind; the other kind has room of its own.
+                rows = lane.head is not None and lane.head.generation is None
+                other = queue.head(PLAIN, sequences=rows)
+                batch = None if other is None else _begin(core, queue, other, worker)
+                lane = other if rows and other is not None else lane
             if batch is None:
                 if not (packed.open or group.suspects.size or group.reserved_worker is not None):
                     group.blocked = lane.head
@@ -70,6 +82,19 @@ def pump(core: Context, group: Group) -> None:
         send_batch(core, batch)
     if group.texts.size:
         _give_texts(core, group)
+
+
+def _begin(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
+    """What the head of `lane` begins at `worker`, which has the least to do, or at another one; None: it does not fit now."""
+    head = lane.head
+    assert head is not None
+    if head.generation is not None:
+        return place(core, queue, lane, worker)
+    group = head.group
+    if group.mixed:
+        # The sequences of a worker say nothing of its room for rows.
+        worker = min(generating(group), key=lambda one: (one.row_batches, one.row_tokens, one.cost, one.stamp))
+    return fill(core, queue, lane, worker)
 
 
 def _try_suspect(core: Context, group: Group) -> None:
@@ -176,10 +201,10 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
         batch.at = len(generation.sequences[start].tokens)
         worker.unread_media += media_bytes(request, start)
     timing, pace = core.config.timing, worker.pace
-    expected = worker.group.speed.token_s * worker.cost
+    expected = worker.group.speed.token_s * worker.row_tokens
     if pace is not None:
         # Before its first batch, what the worker measured when it started.
-        expected = max(expected, pace.seconds(worker.cost, worker.rows))
+        expected = max(expected, pace.seconds(worker.row_tokens, worker.rows - worker.sequences))
     allowed = max(timing.forward_s, timing.forward_factor * expected)
     batch.deadline = core.now + allowed
     batch.late = core.now + allowed / 2

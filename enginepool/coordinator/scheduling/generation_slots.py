@@ -43,7 +43,7 @@ def preferred(core: Context, request: Request, least: Worker) -> Worker:
     if found is None:
         return least
     worker, shared = found
-    if worker is least or not worker.open or worker.rows > bound(least.rows, shared):
+    if worker is least or not worker.open or worker.sequences > bound(least.sequences, shared):
         return least
     if shared and not prefixes.may_have(worker, least, shared):
         return least
@@ -85,8 +85,8 @@ def _task(core: Context, request: Request, worker: Worker) -> tuple[int, Slice] 
     assert can is not None
     if not media_fit(core, request, worker):
         return None
-    cost, slice_ = next_sequences(request, worker, can.inflight_rows - worker.rows)
-    return (cost, slice_) if slice_[2] > slice_[1] and cost <= can.inflight_tokens - worker.cost else None
+    cost, slice_ = next_sequences(request, worker, can.most_sequences - worker.sequences)
+    return (cost, slice_) if slice_[2] > slice_[1] and cost <= can.most_sequence_tokens - worker.sequence_tokens else None
 
 
 def media_fit(core: Context, request: Request, worker: Worker) -> bool:
@@ -132,12 +132,12 @@ def next_sequences(request: Request, worker: Worker, slots: int) -> tuple[int, S
     if slots < 1:
         return 0, (request, start, start)
     # At a worker that is empty, one sequence fits, however much its media are expected to take: else it would never run.
-    room = can.inflight_tokens - prompt - len(first.tokens) - new
+    room = can.most_sequence_tokens - prompt - len(first.tokens) - new
     prompt += min(work.media.expected_tokens(start // work.n), max(0, room))
     if first.tokens:
         return prompt + len(first.tokens) + new, (request, start, start + 1)
     end = min(end, (start // work.n + 1) * work.n, start + slots)
-    free = can.inflight_tokens - worker.cost
+    free = can.most_sequence_tokens - worker.sequence_tokens
     end = min(end, start + max(1, (free - prompt) // new))
     last = start + 1
     while last < end and not state.sequences[last].tokens:

@@ -56,7 +56,7 @@ def halve(worker: Worker, now: float) -> bool:
     elif not worker.batches or any(batch.trial and batch.slices[0][0].generation for batch in worker.batches.values()):
         return False
     else:
-        present = worker.cost <= can.inflight_tokens and worker.rows <= can.inflight_rows
+        present = worker.within(can)
     if not present:
         return True
     if group.halvings == MOST_HALVINGS:

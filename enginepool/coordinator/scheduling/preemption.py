@@ -38,7 +38,7 @@ def _of_worker(lane: Lane[Request], head: Request, worker: Worker) -> list[Runni
     can = worker.capabilities
     assert can is not None
     cost, _ = next_sequences(head, worker, 1)
-    slots, room = can.inflight_rows - worker.rows, can.inflight_tokens - worker.cost
+    slots, room = can.most_sequences - worker.sequences, can.most_sequence_tokens - worker.sequence_tokens
     candidates = [batch for batch in worker.batches.values() if _may_stop(batch, head.priority, lane[0][0])]
     candidates.sort(key=lambda batch: (batch.slices[0][0].priority, batch.rows, -batch.id[1]))
     found: list[RunningBatch] = []
@@ -52,11 +52,15 @@ def _of_worker(lane: Lane[Request], head: Request, worker: Worker) -> list[Runni
 
 def _may_stop(batch: RunningBatch, priority: int, key: float) -> bool:
     """Whether a task is of a lower priority, waits behind `key` when it is back in the queue, and loses nothing."""
+    request = batch.slices[0][0]
+    return not batch.trial and request.priority < priority and request.key >= key and loses_nothing(batch)
+
+
+def loses_nothing(batch: RunningBatch) -> bool:
+    """Whether a task generates, and all that it generated is kept when it stops."""
     request, start, stop = batch.slices[0]
     state, work = request.generation, request.work
-    if state is None or not isinstance(work, GenerateWork) or batch.trial:
-        return False
-    if request.priority >= priority or request.key < key:
+    if state is None or not isinstance(work, GenerateWork):
         return False
     if not (work.partial or work.inexact(batch.worker.capabilities)):
         return True

@@ -30,6 +30,7 @@ from math import inf
 from typing import Generic
 
 from enginepool.coordinator.core.request_state import QUEUED  # TEXT waits too: in the queue of suspects
+from enginepool.coordinator.operations.base import of_sequences
 from enginepool.coordinator.scheduling.lanes import AWAY, Lane, Line, QueueClient, QueueLevel, R, arrival
 
 #: every class of workers
@@ -96,12 +97,16 @@ class Queue(Generic[R]):
         lane.head = head = lane[0][2][0][2][0]
         return head is request
 
-    def head(self, classes: int = ANY) -> Lane[R] | None:
-        """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
+    def head(self, classes: int = ANY, *, sequences: bool | None = None) -> Lane[R] | None:
+        """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits.
+
+        Args:
+            sequences: of sequences to generate, or of rows alone; None: of both.
+        """
         best: Lane[R] | None = None
         lanes = self._lanes
         for signature, lane in lanes.items():
-            if signature & classes:
+            if signature & classes and (sequences is None or of_sequences(signature) is sequences):
                 while (request := lane.head) is not None:
                     if request.state <= QUEUED and request.lane is self:
                         if len(lanes) > 1 and lane.defer():
