@@ -88,7 +88,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: a checkpoint directory, or a name that SGLang can load: of the model hub, NAME or OWNER/NAME; for engine "sim" any name
     model: str
     engine: Literal["sglang", "sim"] = "sglang"
-    #: what its engines are for: "generate", or the rows "score", "embed" and "logprobs"; empty: the rows that the model answers
+    #: what its engines are for: "generate", the rows "score", "embed" and "logprobs", or both; empty: the rows that the model
+    #: answers
     operations: list[Literal["score", "embed", "logprobs", "generate"]] = []
     #: workers that this pool starts itself; 0: only external workers
     workers: int = 1

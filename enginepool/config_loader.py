@@ -171,9 +171,13 @@ def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
     need(len(set(asked)) == len(asked), f"{at}.operations", asked, "each of score, embed, logprobs and generate once at most")
     if "generate" not in asked:
         return
-    others = [name for name in asked if name != "generate"]
-    need(not others, f"{at}.operations", asked, f"generate shares no engine with {' or '.join(others)} yet")
-    for key in ("packed_workers", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
+    need("embed" not in asked, f"{at}.operations", asked, "a model that embeds does not generate; give each a group of its own")
+    for key in ("packed_workers", "cached_query_tokens"):
+        value = getattr(group, key)
+        need(not value, f"{at}.{key}", value, "none where operations has 'generate': such rows need engines of their own")
+    if len(asked) > 1:
+        return
+    for key in ("max_batch_tokens", "max_batch_rows"):
         value = getattr(group, key)
         need(not value, f"{at}.{key}", value, "none with operations = ['generate'], which has no batches of rows")
 
@@ -186,7 +190,7 @@ def _check_media(at: str, group: GroupConfig, need: Need) -> None:
         need(not why, f"{at}.media_urls[{index}]", prefix, why)
     for key in ("media_root", "media_urls"):
         unused = getattr(group, key) and "generate" not in group.operations
-        need(not unused, f"{at}.{key}", getattr(group, key), "only with operations = ['generate']")
+        need(not unused, f"{at}.{key}", getattr(group, key), "only where operations has 'generate'")
 
 
 def check_config(config: PoolConfig, *, where: str) -> PoolConfig:

@@ -11,7 +11,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: a checkpoint directory or a name that the engine can load; for `sim` any name.
     device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
         dtype on a GPU, and float32 on a CPU.
-    operations: what the engine is for: `generate`, or rows; (): the rows that its model answers.
+    operations: what the engine is for: `generate`, rows, or both; (): the rows that its model answers.
     packed: joins rows of one query into sequences, by SGLang's multi-item scoring, and takes nothing else.
     cached_query_tokens: a query of so many tokens or more, which rows share, is computed once, ahead of them; none: never.
     options: further settings for the engine, by its own names; those with which a batch could be cut are refused at start.
@@ -34,5 +34,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def generates(self) -> bool:
-        """Whether it is an engine that only generates."""
+        """Whether it is an engine that generates."""
         return "generate" in self.operations
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it is an engine that generates and runs rows."""
+        return self.generates and len(self.operations) > 1

@@ -48,7 +48,11 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
             GOOD + 'operations = ["embed", "embed"]',
             "groups.a.operations = ['embed', 'embed']: each of score, embed, logprobs and generate once",
         ),
-        (GOOD + 'operations = ["generate", "score"]', "generate shares no engine with score yet"),
+        (GOOD + 'operations = ["generate", "embed"]', "a model that embeds does not generate"),
+        (
+            GOOD + 'operations = ["generate", "score"]\nworkers = 2\npacked_workers = 1',
+            "groups.a.packed_workers = 1: none where operations has 'generate'",
+        ),
         (
             GOOD + 'operations = ["generate"]\nmax_batch_rows = 4',
             "groups.a.max_batch_rows = 4: none with operations = ['generate']",

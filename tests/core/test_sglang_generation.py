@@ -160,7 +160,7 @@ def test_an_option_that_does_not_work_is_refused_with_the_reason(options: dict[s
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"operations": ("score", "generate")}, "operations: generate shares no engine with score yet"),
+        ({"operations": ("embed", "generate")}, "operations: a model that embeds does not generate"),
         ({"max_batch_tokens": 100}, "max_batch_tokens is 100"),
         ({"cached_query_tokens": 100}, "cached_query_tokens is 100"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.protocol.messages import Sampling
-from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens, TaskMedium
+from enginepool.protocol.messages import Part, Sampling
+from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens, RowBatch, RowPart, TaskMedium
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.tokens import END, expected_output, next_token
@@ -331,3 +332,56 @@ def test_a_prompt_with_other_media_is_not_in_its_cache() -> None:
         asked = replace(task([*range(100)], max_new_tokens=2), media=(TaskMedium("image", "bytes", data),))
         cached += generated(one, asked).cached
     assert cached[0] == cached[2] == 0 < cached[1] <= 100
+
+
+def mixed(**options: Any) -> SimEngine:
+    operations = ("score", "generate")
+    return SimEngine(EngineSettings(model="m", operations=operations, options={"vocab": VOCAB, **options}))
+
+
+def rows(count: int = 1) -> RowBatch:
+    part = RowPart(
+        np.zeros(0, np.int32), np.arange(count, dtype=np.int32), np.ones(count, np.uint32), asked=Part([], labels=[1])
+    )
+    return RowBatch((part,))
+
+
+def test_an_engine_that_generates_and_scores_has_budgets_for_each_and_a_pace() -> None:
+    one = mixed(sequences=3, sequence_tokens=500, batch_tokens=100, batch_rows=4, context=1000, forward_s=0.01)
+    can = asyncio.run(one.start(lambda _stage, _detail: None))
+    assert can.operations == ("score", "generate") and can.mixed and can.pace > 0
+    assert (can.batch_tokens, can.batch_rows, can.inflight_tokens, can.inflight_rows, can.context) == (100, 4, 200, 8, 200)
+    assert (can.sequences, can.sequence_tokens, can.sequence_context) == (3, 500, 500)
+
+
+def test_sequences_have_a_step_between_two_batches_of_rows() -> None:
+    async def main() -> list[int]:
+        one, heard, counts = mixed(forward_s=0.001, end_every=0), Heard(), list[int]()
+        sequence = asyncio.create_task(one.generate(task([1, 2], max_new_tokens=40), heard))
+        while not heard.count:
+            await asyncio.sleep(0)
+
+        async def score() -> None:
+            await one.score(rows())
+            counts.append(heard.count)
+
+        await asyncio.gather(*(score() for _ in range(8)))
+        await sequence
+        return counts
+
+    counts = asyncio.run(main())
+    assert [after - before for before, after in pairwise(counts)] == [1] * 7
+
+
+def test_scores_next_to_sequences_are_those_of_an_engine_without() -> None:
+    async def main() -> None:
+        one, heard = mixed(), Heard()
+        alone = SimEngine(EngineSettings(model="m", options={"vocab": VOCAB}))
+        sequence = asyncio.create_task(one.generate(task([1, 2], max_new_tokens=40), heard))
+        found, expected = await one.score(rows(3)), await alone.score(rows(3))
+        assert found.forwards == 1
+        [mine], [other] = found.parts, expected.parts
+        assert isinstance(mine, dict) and isinstance(other, dict) and (mine["scores"] == other["scores"]).all()
+        await sequence
+
+    asyncio.run(main())

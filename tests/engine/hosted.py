@@ -157,6 +157,41 @@ class _Host:
 
         return await asyncio.gather(*(one(task) for task in tasks))
 
+    async def mixed(
+        self, tasks: tuple[GenerationTask, ...], batches: tuple[RowBatch, ...], at_once: int
+    ) -> tuple[list[list[NewTokens] | Exception], list[BatchOutcome | Exception], list[int]]:
+        """What each task emits, and the outcomes of the batches, which run once a task has a token; and how many tokens there
+        were in all at the end of each batch."""
+        begun, count, counts = asyncio.Event(), 0, list[int]()
+
+        async def sequences(task: GenerationTask) -> list[NewTokens] | Exception:
+            emitted: list[NewTokens] = []
+
+            def emit(new: NewTokens) -> None:
+                nonlocal count
+                emitted.append(new)
+                count += len(new.tokens)
+                begun.set()
+
+            try:
+                await self._engine.generate(task, emit)
+            except (EngineError, EngineDied) as error:
+                return error
+            return emitted
+
+        slots = asyncio.Semaphore(at_once)
+
+        async def rows(batch: RowBatch) -> BatchOutcome | Exception:
+            async with slots:
+                [outcome] = await self.score((batch,), 1)
+                counts.append(count)
+                return outcome
+
+        running = [asyncio.create_task(sequences(task)) for task in tasks]
+        await begun.wait()
+        outcomes = await asyncio.gather(*(rows(batch) for batch in batches))
+        return await asyncio.gather(*running), outcomes, counts
+
     async def reported(self, there: list[int], gone: list[int], within: float) -> bool:
         """Wait until the engine has reported these blocks, and evicted those. False: it has not within so many seconds."""
         end = time.monotonic() + within

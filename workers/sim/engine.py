@@ -1,13 +1,12 @@
 """A deterministic engine without a model: answers from `scores`, latency from a cost model, faults on demand.
 
 Users dry-run a pool with it, and the tests of the pool check every answer against `scores.expected_scores`. It runs one
-forward at a time, the waiting batch of the highest priority first, and counts more than one forward for a batch that is over
-its budget, as a real engine would. Packed, it counts the sequences, and dies of a part that does not belong there. When nothing
-costs anything, a batch is answered at once.
+forward at a time, the waiting batch of the highest priority first and a step of the sequences after each. It counts more than
+one forward for a batch that is over its budget, as a real engine would. Packed, it counts the sequences, and dies of a part
+that does not belong there. When nothing costs anything, a batch is answered at once.
 """
 
 import asyncio
-import heapq
 import random
 from typing import Any, get_args
 
@@ -29,6 +28,7 @@ from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
 from enginepool.workers.sim.text import BYTE_OFFSET, text_ids
+from enginepool.workers.sim.turns import ForwardTurns
 from enginepool.workers.sim.weights import SimWeights
 from enginepool.workers.texts import TextIds, TextTask
 
@@ -80,19 +80,17 @@ class SimEngine:
             **sizes,
         )
         self._generator: SimGenerator | None = None
+        self._turns = ForwardTurns()
         if settings.generates:
             if o.kind != "causal":
-                raise ValueError(f"options of engine sim: kind = {o.kind!r}: must be 'causal' where operations = ['generate']")
-            self._capabilities = can = self._generating(o, self._capabilities)
-            self._generator = SimGenerator(o, can.inflight_rows, self._weights_now, self._suffer)
-        elif any((o.forward_s, o.row_s, o.token_s)):
+                raise ValueError(f"options of engine sim: kind = {o.kind!r}: must be 'causal' where operations has 'generate'")
+            self._capabilities = can = self._generating(o, self._capabilities, settings)
+            self._generator = SimGenerator(o, can.most_sequences, self._weights_now, self._suffer, self._turns)
+        if (settings.mixed or not settings.generates) and any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)
         self._costs = any((o.forward_s, o.row_s, o.token_s))
         self._random = random.Random(o.seed)
         self._given = 0
-        self._busy = False
-        self._order = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._reason = ""
         self._dead = asyncio.Event()
 
@@ -106,14 +104,18 @@ class SimEngine:
         return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
 
     @staticmethod
-    def _generating(o: SimOptions, can: Capabilities) -> Capabilities:
-        """`can` of an engine that does nothing but generate."""
+    def _generating(o: SimOptions, can: Capabilities, settings: EngineSettings) -> Capabilities:
+        """`can` of an engine that generates, and maybe runs rows."""
+        features = ("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if o.multimodal else ()))
+        can = msgspec.structs.replace(can, adapters=tuple(sorted(o.adapters)), experts=o.experts, embedding=0)
+        if settings.mixed:
+            return msgspec.structs.replace(
+                can, operations=settings.operations, features=features + can.features, hidden=0,
+                sequences=o.sequences, sequence_tokens=o.sequence_tokens, sequence_context=min(o.context, o.sequence_tokens),
+            )  # fmt: skip
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0,
-            embedding=0, max_item=0, cached_query=0, cached_tokens=0,
-            features=("logit_processors", *((*get_args(MediumKind), IMAGE_IDS) if o.multimodal else ())),
-            adapters=tuple(sorted(o.adapters)),
-            experts=o.experts,
+            max_item=0, cached_query=0, cached_tokens=0, features=features,
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
@@ -137,7 +139,7 @@ class SimEngine:
     async def flush(self) -> None:
         """Forget all prefixes, and count. Raises EngineError: a batch is inside."""
         self._must_live()
-        if self._busy or (self._generator is not None and self._generator.busy):
+        if self._turns.busy or (self._generator is not None and self._generator.busy):
             raise EngineError("the sim engine was flushed while it ran a batch")
         if self._generator is not None:
             self._generator.cache.clear()
@@ -166,9 +168,9 @@ class SimEngine:
         if self._capabilities.packed:
             self._must_pack(batch)
         faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
-        if not faults and not self._costs and not self._busy:
+        if not faults and not self._costs and not self._turns.busy:
             return self._answer(batch)
-        await self._turn(batch.priority)
+        await self._turns.take(batch.priority)
         try:
             self._must_live()
             for fault in faults:
@@ -177,7 +179,7 @@ class SimEngine:
                 await asyncio.sleep(self._seconds(batch))
             return spoil(self._answer(batch), batch, faults)
         finally:
-            self._pass_on()
+            self._turns.pass_on()
 
     async def generate(self, task: GenerationTask, emit: Emit) -> None:
         """Continue a prompt, together with all others."""
@@ -186,7 +188,7 @@ class SimEngine:
             raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
         if task.adapter and task.adapter not in self._capabilities.adapters:
             raise EngineError(f"adapter: this engine has no {task.adapter!r}")
-        if task.hidden_states and not self.options.hidden:
+        if task.hidden_states and not self._capabilities.hidden:
             raise EngineError("hidden_states: options.hidden is 0")
         if task.routed_experts and not self.options.experts[0]:
             raise EngineError("routed_experts: options.experts is [0, 0]")
@@ -217,30 +219,6 @@ class SimEngine:
         except EngineDied as error:
             self._die(str(error))
             raise
-
-    # --- one forward at a time ------------------------------------------------------------------------------------------
-
-    async def _turn(self, priority: int) -> None:
-        if not self._busy:
-            self._busy = True
-            return
-        self._order += 1
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, self._order, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()
-            raise
-
-    def _pass_on(self) -> None:
-        while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._busy = False
 
     # --- costs and answers ----------------------------------------------------------------------------------------------
 

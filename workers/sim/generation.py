@@ -13,6 +13,7 @@ from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.sim.prefix_cache import BLOCK, SimPrefixCache
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of, routed_experts, top_of
+from enginepool.workers.sim.turns import ForwardTurns
 
 
 def media_ids(media: Sequence[TaskMedium]) -> bytes:
@@ -59,6 +60,7 @@ class SimGenerator:
         slots: sequences that run at once; others wait, by priority.
         weights: those of now.
         suffer: has the engine suffer a fault, with so many rows.
+        turns: each step is a forward.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class SimGenerator:
         slots: int,
         weights: Callable[[], Weights],
         suffer: Callable[[Fault, int], Awaitable[None]],
+        turns: ForwardTurns,
     ) -> None:
+        self._turns = turns
         self._options, self._slots, self._weights, self._suffer = options, slots, weights, suffer
         self._given = self._steps = 0
         self.cache = SimPrefixCache(options.cache_tokens, KV_BLOCK if options.kv_events else BLOCK)
@@ -103,7 +107,11 @@ class SimGenerator:
     async def _run(self) -> None:
         try:
             while self._waiting or self._running:
-                await self._step()
+                await self._turns.take(None)
+                try:
+                    await self._step()
+                finally:
+                    self._turns.pass_on()
         except (Exception, asyncio.CancelledError) as error:  # it died, or this process ends: all callers hear of it
             for entry in self._entries():
                 entry.leave(error)

@@ -63,7 +63,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
     with quantized weights does. An engine that generates runs `inflight_rows` sequences at once, all of them together in each
-    step, which costs as much as a batch of them. `end_every`: one in so many tokens ends a sequence; 0: none does.
+    step, which costs as much as a batch of them. One that runs rows as well runs `sequences`, of `sequence_tokens` in all.
+    `end_every`: one in so many tokens ends a sequence; 0: none does.
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
     depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
     reports them. `adapters`: names of the LoRA adapters that it generates with. `experts`: [layers, k] of routed experts, where
@@ -98,6 +99,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     multimodal: bool = True
     cache_tokens: int = 65_536
     kv_events: bool = False
+    sequences: int = 64
+    sequence_tokens: int = 65_536
     adapters: list[str] = []
     faults: list[Fault] = []
 
@@ -115,7 +118,7 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         allowed, _ = wrong_type(what, TOML)
         why = f"{key} = {value_at(options, key)!r:.80}: must be {allowed}" if allowed and key else str(error)
         raise ValueError(f"options of engine sim: {why}") from None
-    for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
+    for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows", "sequences", "sequence_tokens"):
         if getattr(read, key) < 1:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must be more than 0")
     if read.separator is not None and not 0 <= read.separator < read.vocab:

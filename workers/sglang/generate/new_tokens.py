@@ -51,7 +51,8 @@ class SchedulerMessages:
             take(list(output[place]), logprobs[place] or (), reason, cached[place], message, place)
             if reason is not None:
                 left.append(place)
-        self._forward_done()
+        if len(left) < len(message.rids) or any(rid in self.takers for rid in message.rids):
+            self._forward_done()  # it was not a forward of rows
         return left
 
 

@@ -35,12 +35,13 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
         raise EngineError("prompt: it has no tokens")
     if not 0 <= int(prompt.min()) <= int(prompt.max()) < can.vocab:
         raise EngineError(f"prompt: a token id is outside 0..{can.vocab - 1}")
-    if prompt.size + s.max_new_tokens > can.context:
+    if prompt.size + s.max_new_tokens > can.longest_sequence:
         raise EngineError(
-            f"prompt: {prompt.size} tokens, and max_new_tokens = {s.max_new_tokens}; this engine takes {can.context} together"
+            f"prompt: {prompt.size} tokens, and max_new_tokens = {s.max_new_tokens};"
+            f" this engine takes {can.longest_sequence} together"
         )
-    if not 1 <= task.n <= can.inflight_rows:
-        raise EngineError(f"n: {task.n}; this engine runs 1 to {can.inflight_rows} sequences at once")
+    if not 1 <= task.n <= can.most_sequences:
+        raise EngineError(f"n: {task.n}; this engine runs 1 to {can.most_sequences} sequences at once")
     if not 0 <= task.top_logprobs <= can.vocab or (task.top_logprobs and not task.logprobs):
         raise EngineError(f"top_logprobs: {task.top_logprobs}; 0 to {can.vocab}, and only with logprobs")
     if not 0 <= task.prompt_logprobs <= prompt.size:

@@ -62,7 +62,7 @@ class EngineGeneration:
         #: for the images that are decoded now
         self.room = SharedRoom(ROOM_PIXELS)
         if self._tm.mm_processor is not None:
-            check_expanded(self._tm.mm_processor, capabilities.context)
+            check_expanded(self._tm.mm_processor, capabilities.longest_sequence)
         settings = running.settings
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
@@ -81,8 +81,8 @@ class EngineGeneration:
         Twice: the second prompt is in the prefix cache. A prefill after cached tokens has kernels of its own, and so has each
         piece but the first of a prompt that is prefilled in pieces.
         """
-        new = max(1, min(_WARM_TOKENS, self.capabilities.context - 1))
-        prompt = np.zeros(max(1, min(_WARM_PROMPT, self.capabilities.context - new)), np.int32)
+        new = max(1, min(_WARM_TOKENS, self.capabilities.longest_sequence - 1))
+        prompt = np.zeros(max(1, min(_WARM_PROMPT, self.capabilities.longest_sequence - new)), np.int32)
         task = GenerationTask(prompt, Sampling(max_new_tokens=new, ignore_eos=True), logprobs=True)
         for _ in range(2):
             await Sequences(self, task, lambda _: None).run()

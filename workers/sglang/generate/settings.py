@@ -1,19 +1,22 @@
 """What SGLang is started with where it generates, and the bounds that follow. Pure: no SGLang here.
 
 A sequence needs no whole batches: SGLang puts it into the forwards of its running batch, in pieces and next to others. So an
-engine that only generates takes SGLang's own defaults, and the options that would cut batches of rows.
+engine that only generates takes SGLang's own defaults, and the options that would cut batches of rows. One that runs rows as
+well has the bounds of `mixed.py`.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.mixed import mixed_defaults, refuse_mixed, refuse_options, wanted_rows
 from enginepool.workers.sglang.host.processes import replicas_of
 from enginepool.workers.sglang.host.settings import (
     LOADER,
     Budgets,
     Running,
     SettingsError,
+    inflight_tokens,
     is_deterministic,
     refuse_unknown_options,
     refuse_values,
@@ -51,8 +54,9 @@ _WITH_PRIORITY = ("fcfs", "lof")
 
 def refuse_scoring(settings: EngineSettings) -> None:
     """Raise SettingsError for settings that only an engine that scores has."""
-    if others := [name for name in settings.operations if name != "generate"]:
-        raise SettingsError(f"operations: generate shares no engine with {others[0]} yet")
+    if settings.mixed:
+        refuse_mixed(settings)
+        return
     for name in ("packed", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
         if getattr(settings, name):
             raise SettingsError(f"{name} is {getattr(settings, name)}; a worker that generates has no batches of rows")
@@ -66,6 +70,8 @@ def generation_kwargs(settings: EngineSettings, known: Collection[str], *, gramm
     kwargs = {name: value for name, value in _defaults(settings, grammars).items() if name in known}
     kwargs.update(settings.options)
     refuse_values(kwargs, _WORKS)
+    if settings.mixed:
+        refuse_options(kwargs)
     if not grammars and kwargs.get("grammar_backend") in (None, "xgrammar"):
         raise SettingsError("engine option grammar_backend='xgrammar' is refused: it does not work here; use 'none'")
     return with_fixed(kwargs, settings)
@@ -79,12 +85,16 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
         # SGLang refuses both together.
         "enable_custom_logit_processor": not settings.options.get("enable_watermark"),
     }
+    if settings.mixed:
+        defaults |= mixed_defaults(settings)
     if not grammars:
         defaults["grammar_backend"] = "none"
     if settings.options.get("enable_return_hidden_states"):
         # Not those of whole prompts, which no caller gets.
         defaults["return_hidden_states_mode"] = "last"
     if settings.device == "cpu":
+        rows, tokens = (wanted_rows(settings), inflight_tokens(settings)) if settings.mixed else (0, 0)
+        page = settings.options.get("page_size") or 1
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
@@ -94,8 +104,8 @@ def _defaults(settings: EngineSettings, grammars: bool) -> dict[str, Any]:
             "disable_prefill_cuda_graph": True,
             # An idle scheduler polls without a pause: a core that a forward needs.
             "sleep_on_idle": True,
-            "max_total_tokens": CPU_POOL_TOKENS,
-            "max_running_requests": CPU_SEQUENCES,
+            "max_total_tokens": CPU_POOL_TOKENS + tokens + (rows + 1) * page * bool(rows),
+            "max_running_requests": CPU_SEQUENCES + rows,
             # The fast ones are torchvision's, which a CPU environment has no build of.
             "disable_fast_image_processor": True,
         }

@@ -99,7 +99,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
-    engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "")
+    rows = settings if settings.mixed else None
+    engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows)
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
     return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version, processor.to_str())
 
@@ -134,10 +135,11 @@ def _pages_on_cpu() -> bool:
     return hasattr(importlib.import_module(modules.PAGES), "alloc_decode_naive")
 
 
-def _with_our_entries(engine: Any, attention: str) -> Any:
-    """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there."""
+def _with_our_entries(engine: Any, attention: str, rows: EngineSettings | None) -> Any:
+    """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there, `rows`
+    are the settings of an engine that runs rows next to sequences."""
     entries = {
-        "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention)),
+        "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention, rows)),
         "run_detokenizer_process_func": staticmethod(partial(run_detokenizer, engine.run_detokenizer_process_func)),
     }
     module: Any = importlib.import_module(modules.ENGINE)

@@ -8,6 +8,7 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.generate.adapter_slots import adapter_names
 from enginepool.workers.sglang.generate.media import media_features
+from enginepool.workers.sglang.generate.mixed import mixed_budgets
 from enginepool.workers.sglang.generate.settings import experts_of, generation_budgets, generation_features, hidden_of
 from enginepool.workers.sglang.host.settings import Running, SettingsError, budgets, is_deterministic, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
@@ -83,23 +84,32 @@ def adapters_of(tm: Any) -> dict[str, Any]:
 
 
 def _generating(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
-    """As `capabilities_of`, of an engine that only generates."""
+    """As `capabilities_of`, of an engine that generates."""
     if not tm.is_generation:
         raise SettingsError("operations: this model predicts no next token, so it cannot generate")
     bounds, text = generation_budgets(running), tokenizer_of(tm) is not None
     ends_by_model = bounds.context == running.longest + 1 and running.kv_tokens >= tm.context_len
+    kept = tm.context_len - bounds.context if ends_by_model else 0
+    features = (*generation_features(running.settings, text), *media_features(tm))
+    if settings.mixed:
+        rows = [one.name for one in OPERATIONS if one.serves(True, "")]
+        if missing := [name for name in settings.operations if name not in (*rows, "generate")]:
+            raise SettingsError(f"operations: this model is for {', '.join(rows)} and generate, not for {missing[0]}")
+        bounds = mixed_budgets(settings, running, bounds)
+        kept = reserved(running, bounds.context, tm.context_len)
+        features += ("chat_template",) if has_template(tokenizer_of(tm)) else ()
     return Capabilities(
         kind="causal",
-        operations=("generate",),
+        operations=settings.operations,
         vocab=tm.model_config.vocab_size,
         model=name,
         engine=f"sglang {version}",
         device=settings.device,
         text=text,
-        features=(*generation_features(running.settings, text), *media_features(tm)),
+        features=features,
         hidden=hidden_of(running.settings, tm.model_config.hidden_size),
         experts=experts_of(running.settings, tm.model_config.hf_text_config),
-        reserved=tm.context_len - bounds.context if ends_by_model else 0,
+        reserved=kept,
         adapters=adapter_names(adapters_of(tm)),
         **asdict(bounds),
     )

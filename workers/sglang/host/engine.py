@@ -33,7 +33,7 @@ from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
 from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
-from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.host.settings import Running, SettingsError
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import pair_rows
 from enginepool.workers.sglang.score.forward_counter import Entries
@@ -59,9 +59,10 @@ class SglangEngine:
         self._host: EngineHost | None = None
         #: SGLang's tokenizer manager: the one way to ask the engine anything
         self._tm: Any = None
-        #: None until it is warm; an engine has one of them
+        #: None until they are warm; an engine has one of them, or both
         self._scoring: EngineScoring | None = None
         self._generation: EngineGeneration | None = None
+        self._capabilities: Capabilities | None = None
         self._end = EngineEnd()
         self._weights: SglangWeights | None = None
         self._receiver: asyncio.Task[None] | None = None
@@ -98,28 +99,25 @@ class SglangEngine:
             engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
             prepared, self._tm = self._prepared, engine.tokenizer_manager
             assert prepared is not None
-            entries = None
-            if not prepared.settings.generates:
+            settings = prepared.settings
+            if not settings.generates:
                 send_token_types(self._tm)
-                entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
             self._receive()
             running = await self._end.unless_over(what_runs(engine))
-            capabilities = capabilities_of(self._tm, self._settings.model, prepared.version, prepared.settings, running)
+            capabilities = capabilities_of(self._tm, self._settings.model, prepared.version, settings, running)
             capabilities = halved(capabilities, halvings)
-            work: EngineScoring | EngineGeneration
-            if entries is not None:
-                work = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
-            else:
-                work = EngineGeneration(
-                    self._tm, prepared.requests, capabilities, running, prepared.processor, adapters_of(self._tm)
-                )
+            scoring, generation = self._works(prepared, capabilities, running)
             processes = Processes.of(running.settings)
-            self._weights = SglangWeights(self._tm, prepared.requests, processes, self._end.unless_over, work.forget)
+
+            def forget() -> None:
+                for work in filter(None, (scoring, generation)):
+                    work.forget()
+
+            self._weights = SglangWeights(self._tm, prepared.requests, processes, self._end.unless_over, forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
             report("compiling", "the first forward")
-            await self._end.unless_over(self._warm_up(work))
-            capabilities = work.capabilities
+            capabilities = await self._end.unless_over(self._warm_up(scoring, generation, capabilities))
             if self._weights.plain:
                 report("compiling", f"weight updates of this model are loaded plainly: {self._weights.plain}")
             await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left
@@ -134,14 +132,33 @@ class SglangEngine:
             raise self._unstarted(error, reason) from error
         return capabilities
 
-    async def _warm_up(self, work: EngineScoring | EngineGeneration) -> None:
-        """Run its first forwards; from then on the engine serves."""
-        if isinstance(work, EngineGeneration):
-            await work.warm_up()
-            self._generation = work
-        else:
-            work.capabilities = await warm_up(work)
-            self._scoring = work
+    def _works(
+        self, prepared: PreparedEngine, can: Capabilities, running: Running
+    ) -> tuple[EngineScoring | None, EngineGeneration | None]:
+        """What it is for."""
+        scoring = generation = None
+        if prepared.settings.generates:
+            generation = EngineGeneration(self._tm, prepared.requests, can, running, prepared.processor, adapters_of(self._tm))
+        if prepared.settings.mixed or not prepared.settings.generates:
+            # After generation: what that reads of a message of SGLang, it hands on without the times of its rows.
+            entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
+            scoring = EngineScoring(self._tm, prepared.requests, entries, can, running)
+        return scoring, generation
+
+    async def _warm_up(
+        self, scoring: EngineScoring | None, generation: EngineGeneration | None, can: Capabilities
+    ) -> Capabilities:
+        """Run its first forwards; from then on the engine serves. Returns `can`, completed."""
+        if scoring is not None:
+            can = await warm_up(scoring)
+        if generation is not None:
+            generation.capabilities = can
+            await generation.warm_up()
+            can = generation.capabilities
+        if scoring is not None:
+            scoring.capabilities = can
+        self._capabilities, self._scoring, self._generation = can, scoring, generation
+        return can
 
     def _unstarted(self, error: Exception, reason: str) -> EngineDied:
         """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
@@ -189,7 +206,7 @@ class SglangEngine:
     async def tokenize(self, task: TextTask) -> TextIds:
         """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
         unless `raw`, as its tokenizer joins a pair. Raises WireError `bad_request`, or EngineError."""
-        capabilities = self._serving().capabilities
+        capabilities = self._serving()
         tokenizer = tokenizer_of(self._tm)
         if tokenizer is None:
             raise EngineError("the model has no tokenizer: send token ids")
@@ -214,10 +231,10 @@ class SglangEngine:
 
         Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
         """
-        scoring = self._serving()
-        if not isinstance(scoring, EngineScoring):
+        self._serving()
+        if self._scoring is None:
             raise EngineError(f"{batch.operation}: this engine only generates")
-        parts, forwards, cached = await self._end.unless_over(scoring.score(batch))
+        parts, forwards, cached = await self._end.unless_over(self._scoring.score(batch))
         return BatchOutcome(parts, forwards, self.weights.version, cached)
 
     async def generate(self, task: GenerationTask, emit: Emit) -> None:
@@ -225,10 +242,10 @@ class SglangEngine:
 
         Raises EngineError when the task is refused or failed, EngineDied when the engine is lost.
         """
-        generation = self._serving()
-        if not isinstance(generation, EngineGeneration):
-            raise EngineError(f"generate: this engine runs {', '.join(generation.operations)}")
-        work = asyncio.create_task(Sequences(generation, task, emit).run())
+        can = self._serving()
+        if self._generation is None:
+            raise EngineError(f"generate: this engine runs {', '.join(can.operations)}")
+        work = asyncio.create_task(Sequences(self._generation, task, emit).run())
         try:
             await self._end.unless_over(asyncio.shield(work))
         finally:
@@ -245,11 +262,12 @@ class SglangEngine:
 
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""
-        work = self._serving()
+        self._serving()
         answer = await self._end.unless_over(self._tm.flush_cache(timeout_s=FLUSH_S))
         if not answer.success:
             raise EngineError(f"SGLang did not flush its cache within {FLUSH_S:g} s")
-        work.forget()
+        for work in filter(None, (self._scoring, self._generation)):
+            work.forget()
 
     # --- end -------------------------------------------------------------------------------------------------------
 
@@ -282,10 +300,9 @@ class SglangEngine:
         error = self._host.last_error() if self._host else ""
         self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
 
-    def _serving(self) -> EngineScoring | EngineGeneration:
-        """Raises EngineDied after the engine's end, EngineError before it has started."""
+    def _serving(self) -> Capabilities:
+        """What it can do. Raises EngineDied after the engine's end, EngineError before it has started."""
         self._end.check()
-        work = self._scoring or self._generation
-        if work is None:
+        if self._capabilities is None:
             raise EngineError("the engine is not started")
-        return work
+        return self._capabilities

@@ -15,9 +15,12 @@ from typing import Any
 
 from enginepool.workers import cpu_bridge
 from enginepool.workers.cpu_bridge import pinned_memory
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.generate.mixed import room_in
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
+from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -157,10 +160,13 @@ def note_own_load(loader: Any) -> None:
     loader._get_all_weights = get_all_weights
 
 
-def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports: Any, *args: Any, **kwargs: Any) -> Any:
+def run_scheduler(
+    run: Callable[..., Any], attention: str, rows: EngineSettings | None, settings: Any, ports: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Entry of a scheduler process: `run` is SGLang's own.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
+    `rows`: the settings of an engine that runs rows next to sequences; else None.
     """
     keep_notes("scheduler")
     start_biases_at_zero()
@@ -172,6 +178,11 @@ def run_scheduler(run: Callable[..., Any], attention: str, settings: Any, ports:
     gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
     gather_logits_by_nccl(sequences)
     answer_before_the_next_launch(scheduler)
+    if rows is not None:
+        batch, adder = _class(modules.BATCH, "ScheduleBatch"), _class(modules.POLICY, "PrefillAdder")
+        keep_rows_apart(
+            scheduler, batch, adder, lambda self: room_in(rows, self).kept, _class(modules.CACHE, "evict_from_tree_cache")
+        )
     complete_configurations(importlib.import_module("transformers"))
     use_all_positions(_class(modules.MODEL, "ModelConfig"))
     for operation in OPERATIONS:

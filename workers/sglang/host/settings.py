@@ -281,12 +281,13 @@ def refuse_values(settings: Mapping[str, Any], rules: Mapping[str, tuple[tuple[A
             raise SettingsError(f"engine option {name}={settings[name]!r} is refused: {reason}")
 
 
-def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False) -> None:
-    """Raise SettingsError when a batch could be cut, dropped or run again under these settings."""
+def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False, chunks: bool = False) -> None:
+    """Raise SettingsError when a batch could be cut, dropped or run again under these settings. `chunks`: a batch is no larger
+    than a chunk."""
     refuse_values(settings, {name: rule for name, rule in _WHOLE.items() if not (packed and name == "enable_mis")})
     chunk = settings.get("chunked_prefill_size")
     prefill = settings.get("max_prefill_tokens")
-    if chunk is not None and chunk > 0 and (prefill is None or chunk < prefill):
+    if not chunks and chunk is not None and chunk > 0 and (prefill is None or chunk < prefill):
         raise SettingsError(
             f"engine option chunked_prefill_size={chunk} is refused: batches of up to max_prefill_tokens={prefill} tokens"
             " would be cut into chunks; set it to -1, or no smaller than max_prefill_tokens"

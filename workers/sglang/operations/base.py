@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from enginepool.protocol.messages import Capabilities, Kind, Part
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.patches.row_forwards import BATCH_ID
 from enginepool.workers.sglang.score.prompts import Prompts
 
 #: in the names of architectures without a next token whose head scores
@@ -74,8 +75,9 @@ class RowOperation(Protocol):
 
 def common_fields(prompts: Prompts, priority: int) -> dict[str, Any]:
     """What the requests of all operations say: one request object is one message to the scheduler."""
-    # Ids of one length: SGLang finds a request to abort by the beginning of its id.
-    fields = {"input_ids": prompts.ids, "rid": [uuid.uuid4().hex for _ in prompts.ids], "priority": priority}
+    # Ids of one length: SGLang finds a request to abort by the beginning of its id. The scheduler knows a batch by it.
+    batch = uuid.uuid4().hex[:BATCH_ID]
+    fields = {"input_ids": prompts.ids, "rid": [f"{batch}{row:08x}" for row in range(len(prompts.ids))], "priority": priority}
     if prompts.delimiters is not None:
         fields["multi_item_delimiter_indices"] = prompts.delimiters
     return fields

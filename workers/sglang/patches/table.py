@@ -6,6 +6,7 @@ wrong score or as an engine that ends. A test reads the same table: it fails whe
 """
 
 from enginepool.workers.sglang.patches.generation_table import OF_GENERATION
+from enginepool.workers.sglang.patches.mixed_table import OF_MIXED
 from enginepool.workers.sglang.patches.modules import (
     ADAPTERS,
     BATCH,
@@ -308,5 +309,6 @@ PRIVATE: tuple[Private, ...] = (
         ),
     ),
     *OF_GENERATION,
+    *OF_MIXED,
 )
 # fmt: on

@@ -32,8 +32,12 @@ def refuse_oversize(parts: Sequence[RowPart], capabilities: Capabilities) -> Non
         page = capabilities.page
         tokens = sum(-(-length // page) * page for part in parts for length in part.lengths)
     count = sum(part.item_lengths.size for part in parts)
-    if tokens > capabilities.inflight_tokens or count > capabilities.inflight_rows:
+    most_tokens, most_rows = capabilities.inflight_tokens, capabilities.inflight_rows
+    if capabilities.mixed:
+        # Each batch is put into its forward alone, and no batch is larger than a chunk of a prompt.
+        most_tokens, most_rows = max(capabilities.batch_tokens, capabilities.context), capabilities.batch_rows
+    if tokens > most_tokens or count > most_rows:
         raise EngineError(
             f"a batch of {count} rows and {tokens} tokens would be cut: this engine takes"
-            f" {capabilities.inflight_rows} rows and {capabilities.inflight_tokens} tokens at once"
+            f" {most_rows} rows and {most_tokens} tokens at once"
         )

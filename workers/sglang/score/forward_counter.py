@@ -45,7 +45,7 @@ class Entries:
 
     def _note(self, message: Any) -> None:
         packed = message.time_stats
-        if packed is None:
+        if packed is None or self._entered.keys().isdisjoint(message.rids):
             return
         times = self._unpack(packed)
         if not self._keep:

@@ -60,8 +60,10 @@ async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> 
     can = scoring.capabilities
     batches: list[list[RowPart]] = []
     if can.device != "cpu":
-        # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
-        rows = min(can.inflight_rows, can.inflight_tokens // can.context)
+        # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never. Next to
+        # sequences each batch is a forward of its own.
+        most_rows, most_tokens = (can.batch_rows, can.batch_tokens) if can.mixed else (can.inflight_rows, can.inflight_tokens)
+        rows = min(most_rows, most_tokens // can.context)
         batches.append(_made_up(can, operation, max(1, rows), can.context))
     if can.packed:
         # The same for the rows: at the end of each the whole vocabulary is computed.

@@ -1,0 +1,128 @@
+"""One group of real engines scores, gives log-probabilities and generates, while a worker dies: all of it is right."""
+
+import asyncio
+import importlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from enginepool import Generations, LogprobsResult, Pool, ScoreResult, WeightPublisher
+from enginepool.config import GroupConfig, PoolConfig, Timing
+from tests.engine.forked import ForkedDaemon
+from tests.engine.language_models import LanguageModel
+from tests.engine.reference import Models, Reference
+from tests.engine.test_pool_generate import GREEDY, START_S, VOCAB, assert_greedy
+from tests.process.daemons import Daemon
+from tests.process.processes import Processes
+
+torch: Any = importlib.import_module("torch")
+safetensors: Any = importlib.import_module("safetensors.torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("pool")
+    group = GroupConfig(
+        model=str(models.causal), workers=2, device="cpu", operations=["score", "logprobs", "generate"], max_batch_tokens=256
+    )
+    config = PoolConfig(
+        groups={"policy": group},
+        listen=f"ipc://{folder}/pool.sock",
+        state_dir=str(folder / "state"),
+        timing=Timing(silence_s=60.0),
+    )
+    with Processes() as processes, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield ForkedDaemon(processes, config).listening()
+
+
+@pytest.mark.every_version
+def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon, models: Models, reference: Reference) -> None:
+    chance = random.Random(5)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 30))] for _ in range(12)]
+    labels = [7, 8, 9]
+    scored: list[tuple[int, ScoreResult]] = []
+    known: list[tuple[int, LogprobsResult]] = []
+
+    async def score(pool: Pool, first: int, running: asyncio.Future[list[Generations]]) -> None:
+        for number in range(first, 400, 2):
+            if running.done():
+                return
+            at = number % 12
+            scored.append((at, await pool.score(prompts[at], [[at], [at, 3]], label_token_ids=labels)))
+            known.append((at, await pool.logprobs([prompts[at]] * 2, [[5, 6, 7], [at]])))
+
+    async def scenario() -> tuple[list[Generations], int]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            report = await pool.ready(START_S)
+            calls = [pool.generate([prompt], n=2, max_new_tokens=80, logprobs=True, **GREEDY) for prompt in prompts]
+            running = asyncio.gather(*calls)
+            rows = [asyncio.create_task(score(pool, first, running)) for first in range(2)]
+            while len(scored) < 4:
+                await asyncio.sleep(0.01)
+            psutil.Process(report.groups[0].workers[0].pid).kill()
+            found = await running
+            await asyncio.gather(*rows)
+            [status] = (await pool.status()).groups
+            assert status.failed == 0
+            return found, status.split_batches
+
+    found, split = asyncio.run(scenario())
+    assert split == 0, "each batch of rows was one forward"
+    for prompt, [samples] in zip(prompts, found, strict=True):
+        assert [len(sample.token_ids) for sample in samples] == [80, 80]
+        for sample in samples:
+            assert_greedy(reference, prompt, sample)
+    assert len(scored) >= 4
+    for at, answer in scored:
+        expected = [reference.label_scores([*prompts[at], *item], labels, softmax=False) for item in ([at], [at, 3])]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-4, atol=1e-5)
+    model = LanguageModel(models.causal)
+    for at, answer in known[:20]:
+        for values, response in zip(answer.logprobs, ([5, 6, 7], [at]), strict=True):
+            row = [*prompts[at], *response]
+            want = model.logprobs(row)[-len(response) - 1 : -1]
+            np.testing.assert_allclose(values, want[range(len(response)), response], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize(("version", "in_flight"), [(1, "abort"), (2, "drain")])
+def test_new_weights_meet_rows_and_sequences(
+    daemon: Daemon, models: Models, reference: Reference, version: int, in_flight: Any
+) -> None:
+    weights = safetensors.load_file(models.causal / "model.safetensors")
+    chance = torch.Generator().manual_seed(version)
+    new = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=chance) for name, tensor in weights.items()}
+    labels, scored = [7, 8, 9], list[ScoreResult]()
+
+    async def scenario() -> Generations:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(START_S)
+            running = asyncio.ensure_future(pool.generate([[5, 6, 7], [8]], n=2, max_new_tokens=400, **GREEDY))
+
+            async def score() -> None:
+                while not running.done():
+                    scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
+
+            asking = [asyncio.create_task(score()) for _ in range(2)]
+            async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
+                await publisher.publish(new, version, in_flight=in_flight)
+            scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
+            found = await running
+            await asyncio.gather(*asking)
+            return found
+
+    found = asyncio.run(scenario())
+    assert all(sum(count for _, count in sample.spans) == 400 for samples in found for sample in samples)
+    assert {one.version for one in scored} <= {version - 1, version} and scored[-1].version == version
+    with reference.holding(new):
+        expected = [reference.label_scores([5, 6, 7, *item], labels, softmax=False) for item in ([9], [9, 3])]
+        for one in scored:
+            if one.version == version:
+                np.testing.assert_allclose(one.scores, expected, rtol=1e-4, atol=1e-5)
