@@ -1,7 +1,7 @@
 """`Pool.generate` and `Pool.stream`: the calls, and their arguments in Python's names."""
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar, Unpack, cast, get_args
+from typing import Any, Final, Unpack, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,6 @@ _NAMES: Final = {
     **SAMPLING_NAMES,
 }
 _REASONS: Final[tuple[str, ...]] = get_args(Ended)
-S = TypeVar("S", bound=TokenStream)
 
 
 class GenerateOptions(SamplingOptions, MediaOptions, total=False):
@@ -141,20 +140,24 @@ class GenerateCalls(RowCalls):
             BadRequest: an argument cannot be served; `field` names it, `limit` the limit. All else is raised by the loop.
         """
         check_options("stream", options, StreamOptions, "prompt")
-        return self._opened(TokenStream, prompt, options)
+        asked = _stream_request(prompt, options)
+        return TokenStream(self._connection, self._notices, *asked)
 
     def sample_stream(self, prompt: str | Ids, options: StreamOptions) -> SampleStream:
         """For a rollout: as `stream`, with options that were checked."""
-        return self._opened(SampleStream, prompt, options)
+        asked = _stream_request(prompt, options)
+        return SampleStream(self._connection, self._notices, *asked)
 
-    def _opened(self, kind_of: type[S], prompt: str | Ids, options: StreamOptions) -> S:
-        request, frames, earlier, names = _request("prompt", [prompt], options, single=True)
-        if request.routed_experts:
-            raise bad("routed_experts", "routed_experts: not for a stream; Pool.generate has them in its answer")
-        request.stream = True
-        request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
-        within, retry_busy = set_options(request, options)
-        return kind_of(self._connection, self._notices, request, frames, earlier, within, retry_busy, names)
+
+def _stream_request(prompt: str | Ids, options: StreamOptions) -> tuple[Any, ...]:
+    """What a `TokenStream` is made of, besides the pool."""
+    request, frames, earlier, names = _request("prompt", [prompt], options, single=True)
+    if request.routed_experts:
+        raise bad("routed_experts", "routed_experts: not for a stream; Pool.generate has them in its answer")
+    request.stream = True
+    request.credit = check_int("credit", options.get("credit", DEFAULT_CREDIT), 1, MAX_CREDIT)
+    within, retry_busy = set_options(request, options)
+    return request, frames, earlier, within, retry_busy, names
 
 
 def _as_rows(prompts: Any) -> Any:
