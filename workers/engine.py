@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.messages import Capabilities, MediumKind, MediumSource, Part, Sampling
+from enginepool.protocol.messages.control import MemoryTag
 from enginepool.workers.engine_weights import EngineWeights
 from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.texts import TextIds, TextTask
@@ -236,6 +237,15 @@ class Engine(Protocol):
 
     async def flush(self) -> None:
         """Forget all prefixes that were computed before. Called while no batch is inside. Raises EngineError."""
+        ...
+
+    async def sleep(self, tags: list[MemoryTag]) -> bool:
+        """Release these parts of its memory, none of which is released. Called while no batch is inside; none comes before all
+        is taken back. Returns whether its weights are lost by that. Raises EngineError: nothing is released; EngineDied."""
+        ...
+
+    async def wake(self, tags: list[MemoryTag]) -> None:
+        """Take back these parts of its memory, which are all released. Raises EngineDied."""
         ...
 
     async def died(self) -> str:

@@ -12,6 +12,9 @@ from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 
+#: the digest of an engine whose weights are gone: it took memory for them back, and has not loaded any since
+LOST_WEIGHTS = "lost"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:

@@ -9,14 +9,16 @@ from enginepool.protocol.messages import (
     Batch,
     Capabilities,
     Done,
+    Exiting,
     FrameSpec,
+    GenerationProgress,
     PrefixBlocks,
     StartGeneration,
     Step,
     Tokenize,
     Tokenized,
 )
-from enginepool.protocol.messages.control import Command, Commanded
+from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
 from enginepool.workers.engine_weights import NewWeights
@@ -110,6 +112,11 @@ class StepsDone(WorkerEvent, frozen=True):
     lengths: list[tuple[int, int]] = []
     experts: list[tuple[int, int, int]] = []
 
+    def progress(self, version: int) -> GenerationProgress:
+        """As the coordinator hears it. `version`: of the weights in the engine."""
+        told = self.steps, self.specs, self.cached, self.prompts, self.lengths, self.experts
+        return GenerationProgress(self.epoch, version, *told)
+
 
 class PrefixesChanged(WorkerEvent, frozen=True):
     """What changed in the engine's prefix cache, as the coordinator is to hear it."""
@@ -126,9 +133,12 @@ class GenerationLeft(WorkerEvent, frozen=True):
 
 
 class CommandDone(WorkerEvent, frozen=True):
-    """What became of a `RunCommand`."""
+    """What became of a `RunCommand`. `asleep`: what is released of the engine's memory since then; None: it did not change.
+    `lost_weights`: with its weights, which the engine does not have again when their memory is taken back."""
 
     answer: Commanded
+    asleep: list[MemoryTag] | None = None
+    lost_weights: bool = False
 
 
 #: how Python, torch, and CUDA's libraries say that a forward needs more memory than there is
@@ -145,6 +155,13 @@ class EngineLost(WorkerEvent, frozen=True):
 
     reason: str
     unusable: bool = False
+
+
+def farewell(event: EngineLost, *, worked: bool) -> tuple[Exiting, Exit]:
+    """What the coordinator hears of an engine that is lost, and the exit code. `worked`: it may have run a batch then."""
+    memory = worked and ran_out_of_memory(event.reason)
+    code = Exit.UNUSABLE if event.unusable else Exit.OUT_OF_MEMORY if memory else Exit.ENGINE_DIED
+    return Exiting(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory), code
 
 
 class WeightsAnswered(WorkerEvent, frozen=True):

@@ -15,14 +15,13 @@ import msgspec
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Batch, Done, Exiting, MediumKind, TaskId, Tokenize, Tokenized
-from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
+from enginepool.workers.commands import CommandRunner
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable
 from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     CancelGenerations,
-    CommandDone,
     DrainWanted,
     EndProcess,
     EngineLost,
@@ -88,10 +87,10 @@ class WorkerProcess:
         self.end: asyncio.Future[EndProcess] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        #: commands run between batches
         self.between = BetweenBatches()
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
+        self.commands = CommandRunner(engine, self.feed, self.between, self.generations)
         self.prefixes = PrefixReport()
         engine.report_prefixes(self.prefixes)
         self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
@@ -145,7 +144,7 @@ class WorkerProcess:
         elif isinstance(effect, CancelGenerations):
             self.generations.cancel(effect.tasks)
         elif isinstance(effect, RunCommand):
-            self._spawn(self._command(effect.command))
+            self._spawn(self.commands.run(effect.command))
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
         elif isinstance(effect, ReportPrefixes):
@@ -303,21 +302,6 @@ class WorkerProcess:
             return encode_ids(task, await self.engine.tokenize(decode_texts(run.task, run.frames)))
         except WireError as error:
             return Tokenized(task, code=error.code, message=error.message, field=error.field, limit=error.limit), ()
-
-    async def _command(self, command: Command) -> None:
-        answer = Commanded(command.task)
-        try:
-            if wanted := self.generations.wanted:
-                # Waiting would hold back all work that comes, until the longest of them has ended.
-                raise EngineError(f"{wanted} generations run, and an engine forgets its prefixes only while nothing runs in it")
-            async with self.between.alone():
-                await self.engine.flush()
-        except EngineDied as error:
-            self.feed(EngineLost(time.monotonic(), str(error)))
-            return
-        except Exception as error:  # as in `_work`
-            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else one_line(error)
-        self.feed(CommandDone(time.monotonic(), answer))
 
 
 def wants_room(spec: WorkerSpec) -> bool:

@@ -28,11 +28,12 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from enginepool.protocol import messages as wire
-from enginepool.protocol.messages.control import Command, Commanded
+from enginepool.protocol.messages.control import Command
 from enginepool.workers import events as ev
 from enginepool.workers.draining import Draining
-from enginepool.workers.events import SendToCoordinator, WorkerEffect, ran_out_of_memory
+from enginepool.workers.events import SendToCoordinator, WorkerEffect, farewell
 from enginepool.workers.ledger import Run, TaskLedger
+from enginepool.workers.memory_state import MemoryState
 from enginepool.workers.silence import CoordinatorSilence
 from enginepool.workers.weights.machine import WorkerUpdates
 
@@ -81,8 +82,8 @@ class WorkerMachine:
         self.halvings = 0
         #: set once the engine is loaded
         self.capabilities: wire.Capabilities | None = None
-        #: the weights in the engine, and what is asked about them
-        self.updates = WorkerUpdates()
+        #: the weights in the engine, and what is asked about them; what of its memory is released
+        self.updates, self.memory = WorkerUpdates(), MemoryState()
         #: the batches, texts and generations that it was given
         self.work = TaskLedger()
         self.draining = Draining(drain_s)
@@ -93,7 +94,7 @@ class WorkerMachine:
             ev.StepsDone: self._generated,
             ev.GenerationLeft: self._generation_left,
             ev.PrefixesChanged: lambda event: self._allowed([SendToCoordinator(event.message, event.frames)]),
-            ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
+            ev.CommandDone: self._commanded,
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
             ev.Disconnected: self._disconnected,
@@ -154,7 +155,7 @@ class WorkerMachine:
             wire.ErrorReply: lambda _, m: self._refused(m),
             wire.Expired: lambda _, m: self._expired(m),
             wire.Drain: lambda _, m: self._drain("the coordinator asked for it"),
-            Command: lambda _, m: self._command(m),
+            Command: lambda _, m: self._allowed([self.memory.take(m, self.epoch, self.stage, takes_weights=self.updates.busy)]),
             **dict.fromkeys(get_args(ev.Asked), lambda e, m: self._weights(m, e.frames)),
         }
 
@@ -213,8 +214,9 @@ class WorkerMachine:
         if self.stage == "draining":
             why = f"this worker drains and takes no work: {task}"
             return [SendToCoordinator(wire.ErrorReply("shutting_down", why, id=task[1]))]
-        if task[0] != self.epoch or self.stage != "ready":
-            why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
+        if task[0] != self.epoch or self.stage != "ready" or self.memory.closed:
+            doing = "asleep" if self.memory.closed else self.stage
+            why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {doing}"
             refusal: list[WorkerEffect] = [SendToCoordinator(wire.ErrorReply("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
         return work.begin(task, run, hold=self.updates.busy)
@@ -226,19 +228,17 @@ class WorkerMachine:
     def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
         if event.epoch != self.epoch or not self.registered:
             return []
-        told = event.steps, event.specs, event.cached, event.prompts, event.lengths, event.experts
-        return [SendToCoordinator(wire.GenerationProgress(event.epoch, self.updates.version, *told), event.frames)]
+        return [SendToCoordinator(event.progress(self.updates.version), event.frames)]
 
     def _generation_left(self, event: ev.GenerationLeft) -> list[WorkerEffect]:
         if self.work.generation_left(event.task):
             return self._end_if_drained()
         return [] if self.work.leaving else self._emptied()
 
-    def _command(self, message: Command) -> list[WorkerEffect]:
-        """A command that is delivered twice runs twice: the first answer may be lost with its link."""
-        if message.task[0] != self.epoch or self.stage != "ready":
-            return self._allowed([SendToCoordinator(Commanded(message.task, "pool_down", f"not ready: {self.stage}"))])
-        return [ev.RunCommand(message)]
+    def _commanded(self, event: ev.CommandDone) -> list[WorkerEffect]:
+        self.memory.done(event)
+        self.updates.memory_changed(event)
+        return [*self._resumed(), *self._allowed([SendToCoordinator(event.answer)])]
 
     def _finished(self, task: wire.TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
@@ -252,7 +252,7 @@ class WorkerMachine:
 
     def _emptied(self) -> list[WorkerEffect]:
         """No dropped work is inside the engine: weights first, then the work that was held back."""
-        effects = [] if self.work.stopped else self._allowed(self.updates.load())
+        effects = [] if self.work.stopped or self.memory.commanded else self._allowed(self.updates.load())
         if not self.updates.busy:
             effects += self.work.release()
         return effects
@@ -281,12 +281,12 @@ class WorkerMachine:
 
     def _say_stage(self) -> SendToCoordinator:
         updates = self.updates
-        if self.stage == "ready" and updates.busy:
+        if self.stage == "ready" and (updates.busy or self.memory.commanded):
             # Work that is sent now would wait here, and run on other weights than its sender expects.
             updates.changed = True
-            return SendToCoordinator(wire.Stage("loading", "takes weights"))
+            return SendToCoordinator(wire.Stage("loading", "takes weights" if updates.busy else "sleeps or wakes"))
         if self.stage == "ready" and self.capabilities is not None:
-            return SendToCoordinator(wire.Ready(self.capabilities, updates.version, updates.digest, updates.committed))
+            return SendToCoordinator(updates.ready(self.capabilities, self.memory.asleep))
         return SendToCoordinator(wire.Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
     def _engine_stage(self, event: ev.EngineStage) -> list[WorkerEffect]:
@@ -304,11 +304,9 @@ class WorkerMachine:
         return [self._say_stage()] if self.registered else []
 
     def _engine_lost(self, event: ev.EngineLost) -> list[WorkerEffect]:
-        worked = self.stage in ("compiling", "ready", "draining") and not self.updates.busy
-        memory = worked and ran_out_of_memory(event.reason)
-        bye = SendToCoordinator(wire.Exiting(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
-        code = ev.Exit.UNUSABLE if event.unusable else ev.Exit.OUT_OF_MEMORY if memory else ev.Exit.ENGINE_DIED
-        return [bye, *self._end(code, event.reason, close=False)]
+        worked = self.stage in ("compiling", "ready", "draining") and not (self.updates.busy or self.memory.asleep)
+        bye, code = farewell(event, worked=worked)
+        return [SendToCoordinator(bye), *self._end(code, event.reason, close=False)]
 
     def _drain(self, reason: str) -> list[WorkerEffect]:
         if not self.draining.begin(self.now, reason):
@@ -340,7 +338,7 @@ class WorkerMachine:
         """Raise AssertionError when an invariant of the state does not hold."""
         work = self.work
         work.check(self.epoch)
-        self.updates.check(bool(work.leaving or work.stopped), work.running == work.held.keys())
+        self.updates.check(bool(work.leaving or work.stopped or self.memory.commanded), work.running == work.held.keys())
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from enginepool.cli.cli_errors import CommandFailed
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
+from enginepool.cli.outcomes import show_outcomes
 
 
 def flush(
@@ -22,8 +22,4 @@ def flush(
       enginepool flush
       enginepool flush judge
     """
-    report = ask_pool(connect, lambda pool: pool.flush(group))
-    for worker in report.workers:
-        typer.echo(f"{worker.name}: {worker.message or 'flushed'}")
-    if failed := sum(bool(worker.code) for worker in report.workers):
-        raise CommandFailed(f"{failed} of {len(report.workers)} workers of {report.group} did not flush")
+    show_outcomes(ask_pool(connect, lambda pool: pool.flush(group)), "flushed")

@@ -23,6 +23,7 @@ from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
 from enginepool.cli.score import score
 from enginepool.cli.serve import serve
+from enginepool.cli.sleep import sleep, wake
 from enginepool.cli.status import status
 from enginepool.cli.tiny_model import tiny_model
 from enginepool.cli.weights import weights
@@ -48,6 +49,8 @@ app.command()(logprobs)
 app.command()(status)
 app.command()(restart)
 app.command()(flush)
+app.command()(sleep)
+app.command()(wake)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 app.command()(worker)

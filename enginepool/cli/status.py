@@ -105,6 +105,8 @@ def tables(report: "StatusReport") -> "Group":
             lines.append(f"[red]{name} needs weights: {escape(group.needs_weights)}[/]")
         if group.update:
             lines.append(f"[yellow]{name}: update in phase {escape(group.update)}[/]")
+        if group.asleep:
+            lines.append(f"[yellow]{name} sleeps ({', '.join(group.asleep)}): its requests wait until it is woken[/]")
         if group.poisoned:
             lines.append(f"[red]{name}: {group.poisoned} poisoned requests (each of them ended several workers)[/]")
         if group.early:
@@ -127,6 +129,8 @@ def tables(report: "StatusReport") -> "Group":
                 details.append(
                     f"{escape(worker.name)}: pace {worker.pace:,} tokens; a row counts for {worker.forward_row_tokens:,} more"
                 )
+            if worker.asleep:
+                details.append(f"{escape(worker.name)}: asleep: {', '.join(worker.asleep)}")
             if worker.detail:
                 details.append(f"{escape(worker.name)}: {escape(worker.detail)}")
     return Group(*lines, "", groups, "", workers, *details)

@@ -184,6 +184,14 @@ def check_adapter(value: Any) -> str:
     return value
 
 
+def check_worker(value: Any) -> str:
+    """The name of a worker, or ""."""
+    if not isinstance(value, str):
+        raise bad("worker", f"worker: {kind(value)}; the name of a worker, or '' for all")
+    utf8("worker", value)
+    return value
+
+
 def check_group(value: Any) -> str:
     """The name of a group, or ""."""
     if not isinstance(value, str):

@@ -78,6 +78,8 @@ class BlockingPool(StreamingFacade):
     rollout = streaming(Pool.rollout)
     logprobs = blocking(Pool.logprobs)
     flush = blocking(Pool.flush)
+    sleep = blocking(Pool.sleep)
+    wake = blocking(Pool.wake)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
     restart = blocking(Pool.restart)

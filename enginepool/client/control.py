@@ -1,8 +1,13 @@
-"""The calls of a `Pool` that give all workers of a group a command."""
+"""The calls of a `Pool` that give the workers of a group a command."""
 
-from enginepool.client.arguments import check_group, check_timeout
+from collections.abc import Sequence
+
+from enginepool.client.arguments import bad, check_group, check_timeout, check_worker
 from enginepool.client.connection import Connection
-from enginepool.protocol.messages.control import Control, ControlReport
+from enginepool.protocol.messages.control import CommandName, Control, ControlReport, MemoryTag
+
+#: the parts of an engine's memory that can be released
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 
 
 class ControlCalls:
@@ -21,5 +26,53 @@ class ControlCalls:
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        question = Control(0, "flush", check_group(group))
+        return await self._command(Control(0, "flush", check_group(group)), timeout)
+
+    async def sleep(
+        self, group: str = "", *, tags: Sequence[MemoryTag] = MEMORY_TAGS, worker: str = "",
+        timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> ControlReport:  # fmt: skip
+        """Have the engines of a group, or of one worker, release parts of their memory; needs the role `publisher`.
+
+        While a group sleeps its requests wait in the queue, and their timeouts count. Requests of a worker that sleeps alone
+        run on other workers. What runs now goes back to the queue: generations go on after their last token. Parts that sleep
+        already are left as they are. A worker that ends while it sleeps is started again when it is woken.
+
+        Args:
+            tags: `weights`, `kv_cache`, `cuda_graph`, as SGLang names them; by default all.
+            worker: a name of the status report; "" for all.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            BadRequest: an unknown tag, or the group has no such worker.
+            Publishing: the group takes new weights.
+            Forbidden: this client's role is not enough.
+            DeadlineExceeded: no answer within `timeout` seconds.
+        """
+        return await self._command(_memory("sleep", group, tags, worker), timeout)
+
+    async def wake(
+        self, group: str = "", *, tags: Sequence[MemoryTag] = MEMORY_TAGS, worker: str = "",
+        timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> ControlReport:  # fmt: skip
+        """Have engines take back parts of their memory that `sleep` released. A worker of which nothing sleeps gets work.
+
+        An engine that kept no copy of its weights has none then. An update gives it new ones, while its `kv_cache` sleeps or
+        later. Without an update it is restored to the committed weights before it gets work.
+
+        Args and errors: as in `sleep`.
+        """
+        return await self._command(_memory("wake", group, tags, worker), timeout)
+
+    async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
         return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]
+
+
+def _memory(command: CommandName, group: str, tags: Sequence[MemoryTag], worker: str) -> Control:
+    chosen: list[MemoryTag] = [tag for tag in MEMORY_TAGS if tag in tags]
+    unknown = [tags] if isinstance(tags, str) else [tag for tag in tags if tag not in MEMORY_TAGS]
+    if unknown or not chosen:
+        known = ", ".join(MEMORY_TAGS)
+        got = repr(unknown[0]) if unknown else "none"
+        raise bad("tags", f"tags: expected a list of one or more of {known}, got {got}", known)
+    return Control(0, command, check_group(group), check_worker(worker), chosen)

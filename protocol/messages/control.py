@@ -6,19 +6,25 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 
-CommandName = Literal["flush"]
+CommandName = Literal["flush", "sleep", "wake"]
+#: a part of an engine's memory, by SGLang's names
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
 class Control(Message, tag="control"):
-    """Run `command` on all workers of `group`; answered by `control_report`. flush: forget all prefixes that engines keep."""
+    """Run `command` on all workers of `group`, or on `worker` alone; answered by `control_report`. flush: forget all prefixes
+    that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]: all parts)."""
 
     id: int
     command: CommandName
     group: str = ""
+    worker: str = ""
+    tags: list[MemoryTag] = []
 
 
 class WorkerOutcome(msgspec.Struct, omit_defaults=True):
-    """What became of a command at one worker. `code`, `message`: why it failed; without `code` it did not."""
+    """What became of a command at one worker. `code`, `message`: why it failed. Without `code` it did not; `message` is then
+    a remark."""
 
     name: str
     code: str = ""
@@ -26,7 +32,7 @@ class WorkerOutcome(msgspec.Struct, omit_defaults=True):
 
 
 class ControlReport(Message, tag="control_report"):
-    """The answer to `control`: a row for each worker of the group."""
+    """The answer to `control`: a row for each worker of the group, or for the named one."""
 
     id: int
     group: str
@@ -39,6 +45,7 @@ class Command(Message, tag="command"):
 
     task: TaskId
     command: CommandName
+    tags: list[MemoryTag] = []
 
 
 class Commanded(Message, tag="commanded"):

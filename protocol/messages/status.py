@@ -27,7 +27,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learned from its batches (0: no matter);
     each row counts there as `forward_row_tokens` tokens more. `prompt_tokens`: of the prompts that it began to continue;
     `cached_tokens`: of them, those that its engine had in its prefix cache. `batches` and `tokens` are of rows and sequences;
-    `sequences`: those that it generates now.
+    `sequences`: those that it generates now. `asleep`: released parts of its engine's memory.
     """
 
     name: str
@@ -48,6 +48,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sequences: int = 0
+    asleep: list[str] = []
 
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -77,7 +78,8 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
     often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
     external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
-    `prompt_tokens`, `cached_tokens`: of all its workers.
+    `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts of all its engines that are to sleep: its requests
+    wait meanwhile.
     """
 
     name: str
@@ -105,6 +107,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     no_worker: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    asleep: list[str] = []
 
 
 class StatusReport(Message, tag="status_report"):

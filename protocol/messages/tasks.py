@@ -7,6 +7,7 @@ import msgspec
 from enginepool.protocol.basis import FrameSpec, Message, TaskId, Truncation
 from enginepool.protocol.capabilities import Capabilities
 from enginepool.protocol.chat import ChatTemplate
+from enginepool.protocol.messages.control import MemoryTag
 
 
 class Stage(Message, tag="stage"):
@@ -18,12 +19,14 @@ class Stage(Message, tag="stage"):
 
 class Ready(Message, tag="ready"):
     """The engine is loaded and warm, and holds `version` of the weights, with this `digest` ("": its checkpoint's own).
-    `committed`: the run and the version of the weights that a coordinator called committed last; (0, 0): none."""
+    `committed`: the run and the version of the weights that a coordinator called committed last; (0, 0): none.
+    `asleep`: the parts of its engine's memory that are released."""
 
     capabilities: Capabilities
     version: int = 0
     digest: str = ""
     committed: tuple[int, int] = (0, 0)
+    asleep: list[MemoryTag] = []
 
 
 class Idle(Message, tag="idle"):

@@ -58,7 +58,7 @@ def check_machine(machine: Machine) -> None:
     for group in core.groups.values():
         check_group(group)
         update = core.update_of(group)
-        on_hold = core.keep_workers or (update is not None and update.holds_group)
+        on_hold = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
         assert group.on_hold == on_hold, (group.name, group.on_hold, update)
         if update is not None:
             assert update.group is group, update
@@ -117,6 +117,8 @@ def check_worker(worker: Worker) -> None:
     if worker.able or worker.state is WorkerState.LATE:
         assert worker.capabilities is not None and worker.stage == "ready" and worker.epoch_confirmed, worker
         assert worker.holds and not worker.missing_weights, worker
+    if worker.asleep or worker.group.holds.wanted(worker.name):
+        assert not worker.able and not worker.open, worker
     if worker.lost:
         assert not worker.batches and not worker.texts, worker
     if worker.batches:

@@ -1,7 +1,7 @@
 """A machine under test, driven by hand: clients, workers and time in a few words."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -97,7 +97,9 @@ class Sent:
 
 
 class Pool:
-    """A checked machine with what it sent, sorted by kind."""
+    """A checked machine with what it sent, sorted by kind. `found`: what it finds when it starts, as `Started` has it."""
+
+    found: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, pool_config: PoolConfig | None = None, **kwargs: object) -> None:
         self.machine = CheckedMachine(pool_config or config(**kwargs))  # type: ignore[arg-type]
@@ -112,11 +114,13 @@ class Pool:
         #: why, of each of them
         self.reasons: list[str] = []
         self.drained = self.kept = False
+        #: what was to be journaled of what publishers have stopped
+        self.holds: list[ef.KeepHolds] = []
         self.clients = 0
         #: the whole machine is checked on every so many events; what an event was about, on each
         self.check_every = 1
         self._events = 0
-        self.do(ev.Started(self.now, EPOCH, {}))
+        self.do(ev.Started(self.now, EPOCH, {}, **self.found))
 
     def do(self, *events: ev.Event) -> list[Sent]:
         """Events that come together, at the present time; returns what was sent to clients and workers."""
@@ -137,6 +141,8 @@ class Pool:
             elif isinstance(effect, ef.LogLine):
                 self.logged.append(effect.text)
                 self.kinds.append(effect.kind)
+            elif isinstance(effect, ef.KeepHolds):
+                self.holds.append(effect)
             elif isinstance(effect, ef.Drained):
                 self.drained, self.kept = True, effect.keep_workers
             else:

@@ -33,6 +33,7 @@ WRITTEN = {
     "trial": {"group"},
     "reserved_worker": {"group"},
     "on_hold": {"group"},
+    "holds": {"group"},
     "weights": {"group"},
     "version": {"group"},
 }

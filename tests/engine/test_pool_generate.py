@@ -221,6 +221,45 @@ def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
             assert len(before) == LONG
 
 
+def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they_go_on(
+    daemon: Daemon, models: Models, reference: Reference
+) -> None:
+    """The colocated cycle: sleep, wake the weights, update, wake the rest."""
+    own: dict[str, Any] = safetensors.load_file(str(models.causal / "model.safetensors"))
+    torch: Any = importlib.import_module("torch")
+    new = {name: torch.flip(tensor, (0,)).contiguous() for name, tensor in own.items()}
+    prompts = [[17, 8, 9, i] for i in range(4)]
+
+    async def scenario() -> list[Generation]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
+                await asyncio.sleep(0.1)
+            last = (await pool.weights()).version
+            async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
+                await publisher.publish(own, last + 1)
+                streams = [pool.stream(prompt, max_new_tokens=300, **GREEDY) for prompt in prompts]
+                chunks = [aiter(stream) for stream in streams]
+                for begun in chunks:
+                    await anext(begun)
+                report = await pool.sleep()
+                assert [row.code for row in report.workers] == ["", ""], report
+                status = (await pool.status()).groups[0]
+                assert (status.running, [worker.stage for worker in status.workers]) == (0, ["asleep"] * 2)
+                await pool.wake(tags=["weights"])
+                await publisher.publish(new, last + 2)
+                await pool.wake()
+                return [(await stream.result())[0][0] for stream in streams]
+
+    results = asyncio.run(scenario())
+    for prompt, found in zip(prompts, results, strict=True):
+        (_, before), (_, after) = found.spans
+        assert (before + after, found.finish_reason) == (300, "length")
+        tokens = found.token_ids.tolist()
+        assert reference.following(prompt, tokens[:before])[0].max() < 1e-4
+        with reference.holding(new):
+            assert reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
+
+
 def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> None:
     async def scenario() -> Generations:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):

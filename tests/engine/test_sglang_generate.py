@@ -383,6 +383,32 @@ def test_after_new_weights_tokens_are_those_of_the_new_ones_and_nothing_of_the_o
     assert_greedy(reference, PROMPTS[0], one(generating, tasks[0]))
 
 
+@pytest.mark.every_version
+def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weights_arrive_in_between(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject, asked = Subject(generating, models.causal, tmp_path), task(PROMPTS[2], logprobs=True, ignore_eos=True)
+    given, own = subject.drawn(6), Given(tmp_path, subject.own)
+    one(generating, asked)
+    generating.call("stop", LONG, 1)  # a sequence is only just leaving
+    lost = generating.call("do", "sleep", ["cuda_graph", "kv_cache", "weights"])
+    assert not lost, "on a CPU SGLang releases nothing"
+    with pytest.raises(EngineError, match="weights are asleep: wake them first"):
+        generating.call("do", "inspect", "digest")
+    generating.call("do", "wake", ["weights"])
+    subject.load_weights(given.weights, 6, given.digest)
+    generating.call("do", "wake", ["cuda_graph", "kv_cache"])
+    with reference.holding(given.tensors):
+        assert_greedy(reference, PROMPTS[2], one(generating, asked))
+    generating.call("do", "sleep", ["kv_cache"])
+    generating.call("do", "sleep", ["weights"])
+    generating.call("do", "wake", ["kv_cache", "weights"])
+    subject.load_weights(own.weights, 7, own.digest)
+    again = one(generating, asked)
+    assert_greedy(reference, PROMPTS[2], again)
+    assert again.cached == [0], "what sleeps keeps no prefixes"
+
+
 def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
     generating: HostedEngine, causal: HostedEngine
 ) -> None:

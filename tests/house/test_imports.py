@@ -24,7 +24,18 @@ PURE_FOLDERS = (
     "enginepool/client/session/",
 )
 #: Pure files elsewhere.
-_PURE_OF_WORKERS = ("machine", "engine", "engine_weights", "events", "draining", "ledger", "prefix_report", "silence", "texts")
+_PURE_OF_WORKERS = (
+    "machine",
+    "engine",
+    "engine_weights",
+    "events",
+    "draining",
+    "ledger",
+    "memory_state",
+    "prefix_report",
+    "silence",
+    "texts",
+)
 PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
     f"workers/{name}.py" for name in (*_PURE_OF_WORKERS, "weights/machine", "weights/worker_update")
 }

@@ -55,6 +55,8 @@ def test_every_command_has_help_with_examples() -> None:
         "status",
         "restart",
         "flush",
+        "sleep",
+        "wake",
         "tiny-model",
         "worker",
         "weights",

@@ -11,15 +11,21 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.fleet.fan_out import OPEN, OPEN_EACH
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.control import ControlReport, WorkerOutcome
+from tests.sim.sleeping import SleepOracle, Wish
 
 
 class SimCommand:
-    """A flush of one group by one caller. `bad`: the code that it must be refused with."""
+    """A command to one group by one caller. `bad`: the code that it must be refused with. `may`: codes with which it may be."""
 
-    def __init__(self, client: int, group: str, at: float, timeout: float | None, bad: str = "") -> None:
+    def __init__(
+        self, client: int, group: str, at: float, timeout: float | None, bad: str = "", wish: Wish | None = None
+    ) -> None:
+        self.wish = wish or Wish()
+        self.may = {"flush": (), "sleep": ("publishing",), "wake": ("bad_request",)}[self.wish.name]
         self.client = client
         self.group = group
         self.at = at
@@ -30,7 +36,7 @@ class SimCommand:
         self.outcome = ""
 
     def __repr__(self) -> str:
-        return f"<SimCommand flush {self.group!r} client={self.client} asked={self.asked:.3f} {self.outcome}>"
+        return f"<SimCommand {self.wish} {self.group!r} client={self.client} asked={self.asked:.3f} {self.outcome}>"
 
 
 class CommandOracle:
@@ -38,23 +44,25 @@ class CommandOracle:
 
     def __init__(self) -> None:
         self.open: list[SimCommand] = []
-        #: when the engine of a worker ran a command last, by the name of the worker
-        self.flushed: dict[str, float] = {}
+        #: when the engine of a worker ran a command last, by the command and the name of the worker
+        self.ran: dict[tuple[str, str], float] = {}
+        self.sleep = SleepOracle()
         #: clients whose owner closed them
         self.closed: set[int] = set()
         #: by code; "" counts the outcomes of workers without a code
         self.counts: dict[str, int] = {}
 
-    def forget(self, command: SimCommand) -> None:
+    def forget(self, now: float, command: SimCommand) -> None:
         """The caller is gone and hears no answer."""
         if command in self.open:
             self.open.remove(command)
+            self.sleep.ended(now, command.group, command.wish, reported=False)
 
     def finished(self, now: float, command: SimCommand, effect: Answer | Fail) -> None:
         """The caller hears its final answer."""
         assert not command.outcome, f"{command}: a second final answer: {effect}"
         assert command.asked >= 0, f"{command}: answered before it was asked"
-        self.forget(command)
+        self.forget(now, command)
         if isinstance(effect, Fail):
             command.outcome = effect.failure.code
             self._justified(now, command, effect.failure)
@@ -62,12 +70,17 @@ class CommandOracle:
         command.outcome = "reported"
         report = effect.message
         assert isinstance(report, ControlReport)
-        assert report.command == "flush" and command.group in ("", report.group), f"{command}: {report}"
+        wish = command.wish
+        assert report.command == wish.name and command.group in ("", report.group), f"{command}: {report}"
         assert not command.bad, f"{command}: reported, and should be refused"
         for row in report.workers:
             self._count(row.code)
-            flushed = self.flushed.get(row.name.partition("+")[0], -1.0)
-            assert row.code or flushed >= command.asked, f"{command}: {row.name} flushed at {flushed:.3f}, before it was asked"
+            ran = self.ran.get((wish.name, row.name.partition("+")[0]), -1.0)
+            idle = wish.name == "sleep" and "no process runs" in row.message
+            assert row.code or idle or ran >= command.asked, f"{command}: {row.name} ran it at {ran:.3f}, before it was asked"
+        if wish.name != "flush":
+            self.sleep.ended(now, report.group, wish, reported=True)
+            self.sleep.told(now, command.asked, report.group, wish, report)
 
     def _justified(self, now: float, command: SimCommand, failure: ErrorReply) -> None:
         told = f"{command}: {failure.code}: {failure.message}"
@@ -78,7 +91,7 @@ class CommandOracle:
             assert command.client in self.closed, told
         else:
             # `CommandWatch` asserts when `busy` may be.
-            assert failure.code in (command.bad, "busy"), told
+            assert failure.code in (command.bad, "busy", *command.may), told
 
     def _count(self, code: str) -> None:
         self.counts[code] = self.counts.get(code, 0) + 1
@@ -99,7 +112,9 @@ class CommandWatch:
             group, key = machine.core.group_of(e.message.group), (e.link, e.message.id)
             before = [(opened.link, opened.question.id) for opened in machine.questions.open]
             if group is not None and key not in before:
-                names = sorted(worker.name for worker in group.workers.values())
+                absent = [slot.name for slot in group.slots if slot.worker is None and slot.state is not SlotState.RETIRED]
+                names = sorted([*(worker.name for worker in group.workers.values()), *absent])
+                names = [name for name in names if e.message.worker in ("", name)]
                 self._owed.setdefault(key, []).append((e.now, group.name, names))
             earlier = len(machine.core.effects)
             real(e)

@@ -12,6 +12,7 @@ from tests.sim.commands import SimCommand
 from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
+from tests.sim.sleeping import some_wish
 from tests.sim.traffic import SEPARATOR, Mix
 
 #: fault -> the largest number of times in one schedule
@@ -83,6 +84,7 @@ class Plan:
         embedding: Random | None = None,
         commanding: Random | None = None,
         generating: Random | None = None,
+        sleeping: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -183,6 +185,10 @@ class Plan:
         self.step_s = 0.01
         if generating is not None:
             self._generate(generating)
+        #: engines are put to sleep; whether their weights are lost then
+        self.sleeps = self.sleep_loses_weights = False
+        if sleeping is not None:
+            self._sleep(sleeping)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -242,6 +248,23 @@ class Plan:
             bad = "unknown_group" if random.random() < 0.1 else ""
             timeout = random.choice((None, None, 0.5, 5.0))
             self.commands.append(SimCommand(client, "no such group" if bad else group, at, timeout, bad))
+
+    def _sleep(self, random: Random) -> None:
+        """Let callers put engines to sleep and wake them, while all else happens; and kill workers that sleep."""
+        self.sleeps, self.sleep_loses_weights = True, random.random() < 0.5
+        timing = msgspec.structs.replace(self.config.timing, update_inspect_s=random.choice((2.0, 8.0)))
+        self.config = msgspec.structs.replace(self.config, timing=timing)
+        self.settings = msgspec.structs.replace(self.settings, question_s=random.choice((0.5, 2.0, 30.0)))
+        for _ in range(random.choice((1, 3, 8))):
+            client, at = random.randrange(self.clients), 1.0 + self.span * random.random()
+            group = random.choice(list(self.kinds))
+            wish = some_wish(random, group, self.config.groups[group].workers)
+            timeout = random.choice((None, None, 0.5, 5.0))
+            self.commands.append(SimCommand(client, group, at, timeout, wish=wish))
+        if not self.gentle:
+            kinds = ("worker_kill", "coordinator_kill")
+            self.faults += [(self.span * random.random(), random.choice(kinds)) for _ in range(random.randint(0, 3))]
+            self.faults.sort()
 
     def _stop(self, random: Random) -> None:
         """Let the coordinator be stopped on purpose and started again, and its epoch be set back."""

@@ -92,9 +92,9 @@ class SimClient:
             self._take(AbandonRequest(self.world.now, call.id))
 
     def command(self, command: SimCommand) -> None:
-        """A caller flushes a group."""
+        """A caller gives a group a command."""
         if self.gone:
-            self.oracle.commands.forget(command)
+            self.oracle.commands.forget(self.world.now, command)
             return
         if self.stalled:
             self.world.after(0.1, self.command, command)
@@ -104,7 +104,9 @@ class SimClient:
         command.asked = now
         self._commands[self.ids] = command
         deadline = None if command.timeout is None else now + command.timeout
-        self._take(Ask(now, Control(self.ids, "flush", command.group), deadline))
+        wish = command.wish
+        self.oracle.commands.sleep.asked(now, command.group, wish)
+        self._take(Ask(now, Control(self.ids, wish.name, command.group, wish.worker, list(wish.tags)), deadline))
 
     def ask_status(self) -> None:
         if not self.gone and not self.stalled:
@@ -238,7 +240,7 @@ class SimClient:
             if not call.outcome:
                 self.oracle.forget(call)
         for command in self._commands.values():
-            self.oracle.commands.forget(command)
+            self.oracle.commands.forget(self.world.now, command)
         for call, submit in self._wanted:
             if submit:
                 self.oracle.forget(call)

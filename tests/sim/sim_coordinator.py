@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.story import story
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
@@ -68,19 +69,21 @@ class SimCoordinator:
         #: the messages of one turn of the loop
         self._events: list[ev.Event] = []
         self._timer_at = float("inf")
-        #: committed weights, as on disk; how often it cannot be written
+        #: committed weights, and what was stopped, as on disk; how often it cannot be written
         self.journal: dict[str, ev.GroupWeights] = {}
+        self.holds: dict[str, GroupHolds] = {}
         self.disk_full = 0.0
         self._last_write = 0.0
         #: called with each message to a client
         self.heard: Callable[[Message], None] = lambda _: None
 
-    def start(self, epoch: int, journal: dict[str, ev.GroupWeights]) -> None:
+    def start(self, epoch: int, journal: dict[str, ev.GroupWeights], holds: dict[str, GroupHolds] | None = None) -> None:
         self.world.note("coordinator", f"starts, epoch {epoch}")
         self.network.server = self
-        self.journal = journal
+        self.journal, self.holds = journal, {} if holds is None else holds
         folders = {"memory": "/memory", "disk": "/disk"}
-        self.handle(ev.Started(self.world.now, epoch, dict(journal), self.cluster.survivors(self), folders))
+        found = self.cluster.survivors(self)
+        self.handle(ev.Started(self.world.now, epoch, dict(journal), found, folders, holds=dict(self.holds)))
         self._tick()
 
     # --- in ------------------------------------------------------------------------------------------------------------
@@ -174,6 +177,7 @@ class SimCoordinator:
                     self._given_up(self.network.links[effect.link].dealer.owner.name, said)
                 self.network.send(effect.link, effect.message, effect.frames)
             elif type(effect) is ef.StartWorker:
+                self.watch.oracle.commands.sleep.works(effect.group, f"{effect.incarnation} is started")
                 self.cluster.start(self, effect.group, effect.index, effect.incarnation, effect.weights)
             elif type(effect) is ef.KillWorker:
                 self.world.note("coordinator", effect)
@@ -185,6 +189,9 @@ class SimCoordinator:
             elif type(effect) is ef.WriteJournal:
                 self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
                 self.world.at(self._last_write, self._write, effect)
+            elif type(effect) is ef.KeepHolds:
+                self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
+                self.world.at(self._last_write, self._keep, effect)
             elif type(effect) is ef.RaiseEpoch:
                 self.world.note("coordinator", effect)
                 self.world.after(self.world.between(0.001, 0.02), self.raise_epoch, effect.epoch)
@@ -232,6 +239,23 @@ class SimCoordinator:
             self.raises = None
             end()
         return None
+
+    def _keep(self, effect: ef.KeepHolds) -> None:
+        """In the same thread."""
+        if not self.alive:
+            return
+        if self.disk_full and self.world.chance(self.disk_full):
+            self.watch.oracle.commands.sleep.forgotten(effect.group)
+        else:
+            self.world.note("coordinator", effect)
+            self.holds[effect.group] = effect.holds
+        self.world.after(self.world.between(0.0, 0.01), self._kept, effect.number)
+
+    def _kept(self, number: int) -> None:
+        if self.alive and self.stalled:
+            self.world.after(0.1, self._kept, number)
+        elif self.alive:
+            self.handle(ev.HoldsKept(self.world.now, number))
 
     def _write(self, effect: ef.WriteJournal) -> None:
         """In a thread of its own: it goes on while the loop stands still, and ends with the process."""

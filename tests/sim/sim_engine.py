@@ -9,9 +9,10 @@ from typing import Protocol
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize, Tokenized
-from enginepool.protocol.messages.control import Commanded
+from enginepool.protocol.messages.control import Commanded, MemoryTag
 from enginepool.protocol.packing import sequences
 from enginepool.workers.codec import failed
+from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import (
     CommandDone,
     EngineLost,
@@ -27,10 +28,15 @@ from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
 from tests.sim.sim_generator import SimGeneration, SimGenerator
 from tests.sim.sim_stager import Stager, content_of
+from tests.sim.sleeping import TAGS
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
 
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
+
+
+#: an engine that takes longer to release memory, or to take it back, hangs
+MEMORY_S = 20.0
 
 
 class Profile:
@@ -54,6 +60,8 @@ class Profile:
         self.only_at_start = False
         #: what a step of all sequences takes
         self.step_s = 0.01
+        #: weights that sleep are gone
+        self.sleep_loses_weights = False
 
     @property
     def seconds_in_flight(self) -> float:
@@ -65,6 +73,7 @@ class Host(Protocol):
     """The process that an engine lives in."""
 
     name: str
+    group: str
     stager: Stager
 
     def post(self, event: WorkerEvent) -> None:
@@ -101,6 +110,8 @@ class SimEngine:
         self._commanded = 0
         self._order = 0
         self._busy = False
+        #: released parts of its memory
+        self.asleep: set[MemoryTag] = set()
         #: with the tokenizer, which takes one after the other
         self._texts: deque[RunTokenize] = deque()
 
@@ -148,6 +159,7 @@ class SimEngine:
             return
         task = Task(run)
         can, who = self.profile.can, f"{self.host.name}: batch {run.batch.batch}"
+        self.must_be_awake(who)
         lengths = [len(prompt) // 4 for prompts in task.prompts for prompt in prompts]
         task.rows = len(lengths)
         task.weight = _packed_weight(run, can) if can.packed else sum(lengths) + task.rows * (can.page - 1)
@@ -164,6 +176,11 @@ class SimEngine:
         heappush(self._waiting, (self._commanded, urgency, self._order, task))
         if not self._busy:
             self._next()
+
+    def must_be_awake(self, who: str) -> None:
+        """It is about to work."""
+        assert not self.asleep, f"{who}: while it sleeps: {self.asleep}"
+        self.oracle.commands.sleep.works(self.host.group, who)
 
     def check_room(self, who: str) -> None:
         """All that is inside fits."""
@@ -184,7 +201,7 @@ class SimEngine:
         self._busy = True
         # Batches that came before the first command run before the command; later ones wait until it is done.
         if self._commands and not (self._waiting and self._waiting[0][0] <= self._commanded - len(self._commands)):
-            self.world.after(self.slow * self.world.between(0.0001, 0.01), self._flushed)
+            self.world.after(self.slow * self.world.between(0.0001, 0.01), self._run_command)
             return
         task = heappop(self._waiting)[3]
         fault, self.next_fault = self.next_fault, ""
@@ -256,15 +273,37 @@ class SimEngine:
             return
         self._commands.append(run)
         self._commanded += 1
+        if run.command.command != "flush":
+            self.world.after(MEMORY_S, self._must_be_done, run)
         if not self._busy:
             self._next()
 
-    def _flushed(self) -> None:
-        if self.dead:
+    def _must_be_done(self, run: RunCommand) -> None:
+        if self.hangs and run in self._commands:
+            self.crash("the engine hangs: it did not release or take back memory in time")
+
+    def _run_command(self) -> None:
+        if self.dead or self.hangs:
             return
-        run = self._commands.popleft()
-        self.oracle.commands.flushed[self.host.stager.name] = self.world.now
-        self.host.post(CommandDone(self.world.now, Commanded(run.command.task)))
+        command = self._commands[0].command
+        if command.command != "flush" and self.generator.leaving:
+            self.world.after(self.profile.step_s, self._run_command)
+            return
+        self._commands.popleft()
+        name, tags = self.host.stager.name, set(command.tags or TAGS)
+        self.oracle.commands.ran[command.command, name] = self.world.now
+        before, lost = set(self.asleep), False
+        if command.command == "sleep":
+            lost = "weights" in tags - before and self.profile.sleep_loses_weights
+            self.asleep |= tags
+        elif command.command == "wake":
+            self.asleep -= tags
+        if self.asleep - before:
+            assert not self.generator.wanted, f"{self.host.name}: {command} while it generates"
+        if lost:
+            self.version, self.digest = 0, LOST_WEIGHTS
+        asleep = None if self.asleep == before else sorted(self.asleep)
+        self.host.post(CommandDone(self.world.now, Commanded(command.task), asleep, lost))
         self._next()
 
     # --- text ----------------------------------------------------------------------------------------------------------

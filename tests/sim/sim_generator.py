@@ -86,6 +86,7 @@ class SimGenerator:
         can = engine.profile.can
         assert "generate" in can.operations and not run.unreadable, f"{who}: {run.unreadable}"
         assert message.task not in self._seen, f"{who} runs twice"
+        engine.must_be_awake(who)
         self._seen.add(message.task)
         task = SimGeneration(run, can.vocab)
         assert task.sequences and task.new > 0, f"{who}: nothing to generate"
@@ -100,6 +101,16 @@ class SimGenerator:
         if not self._steps:
             self._steps = True
             self._after_a_step()
+
+    @property
+    def wanted(self) -> bool:
+        """A task runs that was not cancelled."""
+        return any(not task.stopped for task in self._running.values())
+
+    @property
+    def leaving(self) -> bool:
+        """A task that was cancelled is still inside."""
+        return any(task.stopped for task in self._running.values())
 
     def cancel(self, tasks: Sequence[TaskId]) -> None:
         """The worker does not want these any more: each leaves with the step that runs."""

@@ -26,6 +26,7 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
+from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import LoadPrepared, RunWeights, WeightsAnswered
 from tests.sim.world import World
 
@@ -315,6 +316,7 @@ class Stager:
     def _load(self, message: LoadWeights) -> None:
         if not self._mine(message.update) or self.prepare is None or self.worker is None:
             return
+        assert "weights" not in self.worker.engine.asleep, f"{self.name}: takes weights while its weights sleep"
         fault, self.worker.take_fault = self.worker.take_fault, ""
         if fault == "error":
             self._say(WeightsLoaded(message.update, code="engine_error", message="the load failed"))
@@ -380,6 +382,10 @@ class Stager:
         if self.only_at_start and want != engine.digest:
             engine.crash("other weights are committed than those that the engine started on")
             return
+        assert "weights" not in engine.asleep, f"{self.name}: restored while its weights sleep"
+        if not want and engine.digest == LOST_WEIGHTS:
+            engine.crash("the committed weights are those of the checkpoint; the engine starts with them again")
+            return
         if not self.has(message):
             self._say(Restored(message.version, "needs_weights", "no stager, no snapshot, no checkpoint"))
             return
@@ -396,4 +402,5 @@ class Stager:
 
     def _inspect(self, message: Inspect) -> None:
         assert self.worker is not None
+        assert "weights" not in self.worker.engine.asleep, f"{self.name}: is asked about weights that sleep"
         self._say(Inspected(message.task, self.worker.engine.digest, [Finding("b", "zero", 3)]))

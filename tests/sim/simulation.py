@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.weights import Phase, Published, Restore
 from tests.sim.cluster import Cluster
+from tests.sim.commands import SimCommand
 from tests.sim.conversations import Conversations, short_blocks
 from tests.sim.faults import Faults
 from tests.sim.generating import generate_instead
@@ -27,11 +29,14 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
+from tests.sim.sleeping import Wish
 from tests.sim.traffic import CALLS, Call, Mix, embed_instead, exact_instead, logprobs_instead, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
 PATIENCE_S = 120.0
+#: what a caller that gave up waiting has asked for has arrived within this
+SETTLED_S = 15.0
 #: of the first coordinator, and from each one to the next: more than what a raised epoch is above the one that was heard
 FIRST_EPOCH = 1 << 21
 
@@ -66,6 +71,8 @@ class Simulation:
         self.oracle.limits = plan.config.limits
         #: what is committed, as on disk
         self.journal = {name: GroupWeights(version) for name, version in plan.versions.items()}
+        #: what was stopped, as on disk
+        self.holds: dict[str, GroupHolds] = {}
         for name, version in plan.versions.items():
             self.oracle.weights[name] = [Weights(version, version, True)]
         self.network = Network(world, plan.conditions)
@@ -90,6 +97,7 @@ class Simulation:
         for profile in (*profiles.values(), *(packed for packed, _ in self.cluster.packed.values())):
             profile.only_at_start = plan.only_at_start
             profile.step_s = plan.step_s
+            profile.sleep_loses_weights = plan.sleep_loses_weights
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
@@ -148,7 +156,7 @@ class Simulation:
         self.events += self.coordinator.watch.events
         self.epoch += FIRST_EPOCH
         self.coordinator = self.new_coordinator()
-        self.coordinator.start(self.epoch, self.journal)
+        self.coordinator.start(self.epoch, self.journal, self.holds)
 
     def _phase(self, message: Message) -> None:
         """A publisher is told where its transaction stands: some faults wait for just that."""
@@ -167,7 +175,7 @@ class Simulation:
 
     def run(self) -> Outcome:
         world, plan = self.world, self.plan
-        world.at(world.between(0, 1), self.coordinator.start, self.epoch, self.journal)
+        world.at(world.between(0, 1), self.coordinator.start, self.epoch, self.journal, self.holds)
         for client in self.clients:
             world.at(world.between(0, 1), client.start)
         for name, count in plan.external.items():
@@ -189,6 +197,8 @@ class Simulation:
         if plan.drain_early:
             self._drain()
         else:
+            if plan.sleeps:
+                self._wake_all()
             self.settle()
             if self.publishers:
                 self._publish_again()
@@ -245,6 +255,27 @@ class Simulation:
             world.run_until(world.now + 1.0)
             if self._open() < left:
                 end, left = world.now + PATIENCE_S, self._open()
+
+    def _wake_all(self) -> None:
+        """What was put to sleep is woken, by a client that nothing befalls, when no other command is on its way."""
+        world = self.world
+        end = world.now + PATIENCE_S
+        while self.oracle.commands.open and world.now < end:
+            world.run_until(world.now + 1.0)
+        world.run_until(world.now + SETTLED_S)
+        waker = SimClient(self.network, self.oracle, len(self.clients), self.plan.settings)
+        waker.start()
+        end = world.now + PATIENCE_S
+        for name in self.plan.kinds:
+            while True:
+                command = SimCommand(waker.index, name, world.now, None, wish=Wish("wake"))
+                self.oracle.commands.open.append(command)
+                waker.command(command)
+                while not command.outcome and world.now < end:
+                    world.run_until(world.now + 0.1)
+                assert world.now < end, f"group {name!r} is not woken: {command}"
+                if command.outcome == "reported":
+                    break
 
     def _open(self) -> int:
         """How many calls and commands have no answer."""
@@ -365,6 +396,7 @@ def simulate(
     commanding: bool = False,
     generating: bool = False,
     talking: bool = False,
+    sleeping: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -374,7 +406,7 @@ def simulate(
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
     with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
     with `generating`, plain workers generate as well, and most calls ask for that; with `talking` too, callers go on after
-    what was generated.
+    what was generated; with `sleeping`, callers put engines to sleep and wake them.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -382,13 +414,13 @@ def simulate(
     options = {
         "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
         "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
-        "commanding": commanding, "generating": generating, "talking": talking,
+        "commanding": commanding, "generating": generating, "talking": talking, "sleeping": sleeping,
     }  # fmt: skip
     world = World(seed, say)
     # Each option draws from a source of its own, so that a seed means the same with and without the others.
     sources = [Random(seed + place) if on else None for place, on in enumerate(options.values())]
-    *sources, talks = sources
-    plan = Plan(world.random, workers, *sources)
+    *sources, talks, sleeps = sources
+    plan = Plan(world.random, workers, *sources, sleeping=sleeps)
     simulation = Simulation(world, plan)
     if talks is not None:
         simulation.talk(talks)

@@ -41,6 +41,7 @@ from enginepool.protocol.packing import Packing
 from enginepool.workers.events import EndProcess, Exit, SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.memory_state import MemoryState
 from tests.sim.planted import Mutate, find
 from tests.sim.simulation import simulate
 
@@ -608,10 +609,10 @@ def a_worker_that_is_not_ready_has_no_outcome(patch: pytest.MonkeyPatch) -> None
 
 
 def a_command_is_done_when_it_arrives(patch: pytest.MonkeyPatch) -> None:
-    def command(_: WorkerMachine, message: Command) -> list[Any]:
-        return [SendToCoordinator(Commanded(message.task))]
+    def take(_: MemoryState, message: Command, *_args: Any, **_named: Any) -> Any:
+        return SendToCoordinator(Commanded(message.task))
 
-    patch.setattr(WorkerMachine, "_command", command)
+    patch.setattr(MemoryState, "take", take)
 
 
 def a_report_is_sent_before_the_last_outcome(patch: pytest.MonkeyPatch) -> None:
@@ -626,14 +627,10 @@ def a_report_is_sent_before_the_last_outcome(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_command_that_is_open_is_run_again(patch: pytest.MonkeyPatch) -> None:
-    real = FanOut.ask
+    def is_open(_: FanOut, _link: bytes, _id: int) -> bool:
+        return False
 
-    def ask(self: FanOut, link: bytes, question: Any, workers: Any, until: float) -> None:
-        before, self.open = self.open, []
-        real(self, link, question, workers, until)
-        self.open = before + self.open
-
-    patch.setattr(FanOut, "ask", ask)
+    patch.setattr(FanOut, "is_open", is_open)
 
 
 def a_command_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,20 @@ def test_a_command_has_one_final_answer_with_one_outcome_for_each_worker(chunk: 
     assert seen.keys() >= {"", "pool_down", "engine_error", "deadline_exceeded", "unknown_group", "busy"}
 
 
+@pytest.mark.parametrize("chunk", range(3))
+def test_no_engine_works_while_it_sleeps_and_no_request_is_lost(chunk: int) -> None:
+    """Workers and coordinators die meanwhile. At the end all is woken, and every call has its answer."""
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        generating, updates, external, stops = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0, seed % 7 == 0
+        outcome = simulate(
+            seed, 1 + seed % 8, sleeping=True, generating=generating, updates=updates, external=external, stops=stops
+        )
+        seen.update(outcome.commands)
+    assert seen[""] > 2 * SEEDS, "most workers sleep and wake"
+    assert seen.keys() >= {"", "pool_down", "publishing", "bad_request"}, seen
+
+
 @pytest.mark.parametrize("chunk", range(4))
 def test_external_workers_whose_links_fail_come_back_with_their_models(chunk: int) -> None:
     events = 0

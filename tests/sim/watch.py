@@ -107,7 +107,8 @@ class Watch:
             if due or phase != self._phases.get(group.name, ""):
                 self._phases[group.name] = phase
                 self._members(group, update)
-            assert group.on_hold == (core.keep_workers or (update is not None and update.holds_group)), group.name
+            held = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
+            assert group.on_hold == held, group.name
         for batch in new + tasks:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"

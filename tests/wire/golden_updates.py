@@ -124,6 +124,13 @@ def _from_client() -> list[Valid]:
         Valid("weights-question", way, "who holds what?", {"type": "inspect_weights", "id": 3}),
         Valid("control", way, "flush", {"type": "control", "id": 5, "command": "flush", "group": "policy"}),
         Valid(
+            "control-sleep",
+            way,
+            "sleep of one worker",
+            {"type": "control", "id": 6, "command": "sleep", "worker": "policy-1", "tags": ["weights", "kv_cache"]},
+        ),
+        Valid("control-wake", way, "wake", {"type": "control", "id": 7, "command": "wake", "group": "policy"}),
+        Valid(
             "weights-question-tensor",
             way,
             "one weight of one group",
@@ -411,6 +418,12 @@ def _to_worker() -> list[Valid]:
             {"type": "restore", "version": 0, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4", "run": 1},
         ),
         Valid("command", way, "flush", {"type": "command", "task": [EPOCH, 16], "command": "flush"}),
+        Valid(
+            "command-sleep",
+            way,
+            "sleep",
+            {"type": "command", "task": [EPOCH, 17], "command": "sleep", "tags": ["weights", "kv_cache", "cuda_graph"]},
+        ),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
         Valid(
             "inspect-tensor",

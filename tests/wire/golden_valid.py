@@ -595,6 +595,25 @@ def _to_client() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "status-report-asleep",
+            way,
+            "a group that sleeps, and what sleeps in the engine of its worker",
+            {
+                "type": "status_report",
+                "epoch": EPOCH,
+                "groups": [
+                    {
+                        "name": "policy",
+                        "workers": [
+                            {"name": "policy-0", "incarnation": WORKER, "stage": "asleep", "asleep": ["kv_cache", "weights"]}
+                        ],
+                        "asleep": ["kv_cache"],
+                    }
+                ],
+            },
+            exact=False,
+        ),
+        Valid(
             "status-report-empty",
             way,
             "nothing but the epoch, while it ends",
@@ -640,6 +659,13 @@ def _from_worker() -> list[Valid]:
             way,
             "a causal model; fields with defaults left out",
             {"type": "ready", "capabilities": CAUSAL},
+            exact=False,
+        ),
+        Valid(
+            "ready-asleep",
+            way,
+            "parts of its engine's memory are released, and its weights are lost with them",
+            {"type": "ready", "capabilities": CAUSAL, "digest": "lost", "asleep": ["cuda_graph", "weights"]},
             exact=False,
         ),
         Valid(

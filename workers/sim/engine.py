@@ -16,8 +16,10 @@ from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import IMAGE_IDS
 from enginepool.protocol.messages import Capabilities, MediumKind
+from enginepool.protocol.messages.control import MemoryTag
 from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineError, GenerationTask, Report, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.prefix_report import PrefixReport
@@ -50,6 +52,8 @@ class SimEngine:
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
         self.flushes = 0
+        #: released parts of its memory
+        self._asleep: set[str] = set()
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
         served = (one for one in OPERATIONS if one.packs or not settings.packed)
@@ -145,6 +149,30 @@ class SimEngine:
             self._generator.cache.clear()
         self.flushes += 1
 
+    async def sleep(self, tags: list[MemoryTag]) -> bool:
+        """Take no work before it is woken. Raises EngineError: a batch is inside."""
+        self._must_live()
+        if self._turns.busy or (self._generator is not None and self._generator.busy):
+            raise EngineError("the sim engine was put to sleep while it ran a batch")
+        if again := self._asleep.intersection(tags):
+            self._die(f"sim engine: released again: {', '.join(sorted(again))}")
+        self._must_live()
+        self._asleep.update(tags)
+        if self._generator is not None and "kv_cache" in tags:
+            self._generator.cache.clear()
+        lost = "weights" in tags and self.options.sleep_loses_weights
+        if lost:
+            self.weights.version, self.weights.digest = 0, LOST_WEIGHTS
+        return lost
+
+    async def wake(self, tags: list[MemoryTag]) -> None:
+        """Take back what it released."""
+        self._must_live()
+        if awake := set(tags) - self._asleep:
+            self._die(f"sim engine: taken back, and was not released: {', '.join(sorted(awake))}")
+        self._must_live()
+        self._asleep.difference_update(tags)
+
     async def died(self) -> str:
         """Wait until a `crash` fault has happened; return its reason."""
         await self._dead.wait()
@@ -162,7 +190,7 @@ class SimEngine:
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch, after the running one and those of higher priority."""
         self._given += 1
-        self._must_live()
+        self._must_be_awake()
         if batch.operation not in self._capabilities.operations:
             raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._capabilities.operations)}")
         if self._capabilities.packed:
@@ -183,7 +211,7 @@ class SimEngine:
 
     async def generate(self, task: GenerationTask, emit: Emit) -> None:
         """Continue a prompt, together with all others."""
-        self._must_live()
+        self._must_be_awake()
         if self._generator is None:
             raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
         if task.adapter and task.adapter not in self._capabilities.adapters:
@@ -199,6 +227,12 @@ class SimEngine:
 
     def _must_live(self) -> None:
         if self._reason:
+            raise EngineDied(self._reason)
+
+    def _must_be_awake(self) -> None:
+        self._must_live()
+        if self._asleep:
+            self._die(f"sim engine: given work while it sleeps: {', '.join(sorted(self._asleep))}")
             raise EngineDied(self._reason)
 
     def _die(self, reason: str) -> None:

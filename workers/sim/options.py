@@ -68,7 +68,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
     depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
     reports them. `adapters`: names of the LoRA adapters that it generates with. `experts`: [layers, k] of routed experts, where
-    it generates.
+    it generates. `sleep_loses_weights`: the weights are lost when their memory is released, as on a GPU without a copy on the
+    host.
     """
 
     kind: Kind = "causal"
@@ -102,6 +103,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequences: int = 64
     sequence_tokens: int = 65_536
     adapters: list[str] = []
+    sleep_loses_weights: bool = False
     faults: list[Fault] = []
 
 

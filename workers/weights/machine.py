@@ -27,7 +27,10 @@ In the middle of a direct transfer the worker ends, because the content of its e
 from dataclasses import replace
 
 from enginepool.protocol.basis import TaskId
+from enginepool.protocol.capabilities import Capabilities
 from enginepool.protocol.layout import layered
+from enginepool.protocol.messages.control import MemoryTag
+from enginepool.protocol.messages.tasks import Ready
 from enginepool.protocol.messages.weight_reports import Inspected
 from enginepool.protocol.messages.weights import (
     Committed,
@@ -43,8 +46,10 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
+from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import (
     Asked,
+    CommandDone,
     Frame,
     LoadPrepared,
     RunWeights,
@@ -82,6 +87,17 @@ class WorkerUpdates:
         self.peer = ""
         #: inspections that the executor has
         self.inspecting: set[TaskId] = set()
+
+    def memory_changed(self, event: CommandDone) -> None:
+        """Memory of the engine was released or taken back, perhaps. Where its weights are lost with their memory, what is there
+        when it is taken back means nothing."""
+        self.changed = self.changed or event.asleep is not None
+        if event.lost_weights:
+            self.version, self.digest = 0, LOST_WEIGHTS
+
+    def ready(self, can: Capabilities, asleep: list[MemoryTag]) -> Ready:
+        """What the coordinator hears of an engine that is loaded."""
+        return Ready(can, self.version, self.digest, self.committed, asleep)
 
     @property
     def busy(self) -> bool:

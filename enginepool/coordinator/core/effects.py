@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.coordinator.core.events import Buffer, Link
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.weight_reports import UpdateRecord
@@ -79,6 +80,14 @@ class KeepHistory(Effect):
 
     group: str
     records: Sequence[UpdateRecord]
+
+
+class KeepHolds(Effect):
+    """Journal what publishers have stopped in `group`. `HoldsKept` follows, in the order of these effects."""
+
+    number: int
+    group: str
+    holds: GroupHolds
 
 
 class LogLine(Effect):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.frames import Buffer as Buffer
@@ -49,6 +50,8 @@ class Started(Event):
     #: how often peers have raised the epoch of this journal
     raises: int = 0
     history: Mapping[str, Sequence[UpdateRecord]] = {}
+    #: what publishers have stopped, by group
+    holds: Mapping[str, GroupHolds] = {}
 
 
 class JournalChecked(Event):
@@ -63,6 +66,12 @@ class JournalWritten(Event):
 
     update: tuple[int, int]
     error: str = ""
+
+
+class HoldsKept(Event):
+    """The journal has taken what `KeepHolds` said; or could not, of which the shell tells the operator."""
+
+    number: int
 
 
 class Tick(Event):

@@ -8,6 +8,7 @@ from collections import deque
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.group_counts import GroupCounts, RecentSpeed
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.worker import Worker
@@ -32,14 +33,14 @@ class Group:
 
     __slots__ = (
         "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
-        "heard_committed", "history", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
+        "heard_committed", "history", "holds", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
         "packed_routing", "peak", "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker",
         "resume_at", "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
         "trial", "version", "version_queue", "waiting", "weights", "weights_lost", "weights_lost_classes", "woken",
         "workers", "zeros",
     )  # fmt: skip
 
-    def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
+    def __init__(self, name: str, config: GroupConfig, weights: GroupWeights, holds: GroupHolds | None = None) -> None:
         self.name = name
         self.config = config
         #: the committed weights; workers that hold others get no work. version == weights.version
@@ -47,8 +48,10 @@ class Group:
         self.version = weights.version
         #: the highest run and version that a worker heard to be committed
         self.heard_committed: tuple[int, int] = (0, 0)
-        #: no new work starts, because engines are about to take the weights of the open transaction
-        self.on_hold = False
+        #: what publishers have stopped until they say otherwise
+        self.holds = holds or GroupHolds()
+        #: no new work starts: engines are about to take the weights of the open transaction, or all engines sleep
+        self.on_hold = self.holds.whole
         #: the process group of the last update that was committed; None when no peer is left in it
         self.process_group: ProcessGroupInfo | None = None
         #: tensors of the committed weights that are all zero; None: not known
@@ -96,8 +99,7 @@ class Group:
         self.down = ""
         #: why nothing will ever run on a class of workers again, by class
         self.retired_classes: dict[int, str] = {}
-        self.speed = RecentSpeed()
-        self.counts = GroupCounts()
+        self.speed, self.counts = RecentSpeed(), GroupCounts()
 
     def _open_queues(self) -> None:
         #: requests without an answer, in the order of their arrival

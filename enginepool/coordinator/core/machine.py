@@ -24,6 +24,7 @@ from enginepool.coordinator.fleet.fan_out import FanOut
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.reports import WorkerReports
+from enginepool.coordinator.fleet.sleeping import SleepingEngines
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
@@ -62,10 +63,9 @@ class Machine:
         self.clients = clients = ClientRegistry(core, requests)
         self.slots, self.questions = WorkerSlots(core, requests), FanOut(core)
         self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
-        registration = Registration(core, fleet)
-        reports = WorkerReports(core, requests, fleet)
+        registration, reports = Registration(core, fleet), WorkerReports(core, requests, fleet)
         self.deadlines = WorkerDeadlines(core, fleet, self.slots)
-        self.planned = PlannedRestarts(core, fleet, self.slots)
+        self.planned, self.sleeping = PlannedRestarts(core, fleet, self.slots), SleepingEngines(core, fleet)
         self.restoring = Restoring(core, requests, fleet)
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
@@ -101,6 +101,7 @@ class Machine:
             ev.PublisherSaid: publishers.said,
             ev.JournalChecked: weights.checked,
             ev.JournalWritten: weights.journaled,
+            ev.HoldsKept: self.questions.journaled,
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
             ev.ControlAsked: self._control,
@@ -164,7 +165,7 @@ class Machine:
         core.started = e.now
         self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():
-            group = core.groups[name] = Group(name, config, e.weights.get(name, GroupWeights()))
+            group = core.groups[name] = Group(name, config, e.weights.get(name, GroupWeights()), e.holds.get(name))
             group.history.extend(e.history.get(name, ()))
             self.slots.open(group, list(e.alive))
         self.ending.snapshots = e.snapshots
@@ -206,8 +207,7 @@ class Machine:
             core.keep_workers = False
             self._drain_until = e.now + e.within
             for group in core.groups.values():
-                if (update := core.update_of(group)) is None or not update.holds_group:
-                    release(core, group)
+                release(core, group)
 
     def _draining(self) -> None:
         """Once all is answered, or time is up, the workers end, unless they are kept; once they have, so may the process."""
@@ -260,6 +260,7 @@ class Machine:
         if isinstance(e, WorkerLost):
             self.weights.lost(e.worker, e.reason)
             self.questions.lost(e.worker, e.reason)
+            self.sleeping.lost(e.worker)
         elif isinstance(e, WorkerReturned):
             self.weights.returned(e.worker)
             self.restoring.returned(e.worker)
@@ -267,6 +268,7 @@ class Machine:
         elif not e.worker.lost:
             self.weights.phases.restarts.loaded(e.worker)
             self.restoring.loaded(e.worker)
+            self.sleeping.settle(e.worker)
 
     def _hello(self, e: ev.ClientHello) -> None:
         self.clients.hello(e)
@@ -280,7 +282,7 @@ class Machine:
 
     def _control(self, e: ev.ControlAsked) -> None:
         self.clients.spoke(e.link)
-        control(self.core, self.questions, e)
+        control(self.core, self.questions, self.sleeping, e)
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)

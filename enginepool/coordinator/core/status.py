@@ -5,6 +5,7 @@ from math import inf
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import StatusAsked
 from enginepool.coordinator.core.group import LOST_S, Group
+from enginepool.coordinator.core.group_holds import ALL
 from enginepool.coordinator.core.request_state import QUEUED
 from enginepool.coordinator.core.states import SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -60,6 +61,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         needs_weights=group.weights_lost,
         halvings=group.halvings,
         no_worker=group.no_worker,
+        asleep=sorted(group.holds.asleep.get(ALL, ())),
         workers=own + external + _lost(core, group),
         limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
     )
@@ -92,6 +94,7 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         packed=worker.class_ == PACKED,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,
+        asleep=sorted(worker.asleep),
     )
 
 
@@ -117,6 +120,8 @@ def _stage(worker: Worker) -> str:
     """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
     if worker.stage == "ready" and worker.slot is not None and worker.slot.planned_restart:
         return "draining"
+    if worker.state is WorkerState.ASLEEP:
+        return "asleep"
     waits = worker.state in (WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS) or worker.group.journal_behind
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
@@ -134,6 +139,8 @@ def _detail(now: str, slot: WorkerSlot | None) -> str:
 
 def _absent(slot: WorkerSlot) -> WorkerStatus:
     stage = "starting" if slot.state is SlotState.UP else slot.state.value
+    if slot.state is SlotState.BACKOFF and slot.group.holds.wanted(slot.name):
+        stage = "asleep"  # it is started when it is woken
     return WorkerStatus(
         name=slot.name,
         incarnation=slot.incarnation,

@@ -6,6 +6,7 @@ transition that the tables do not have is an internal error.
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, NAMES, REQUEST_TRANSITIONS, RUNNING
@@ -30,6 +31,8 @@ def _derived(worker: Worker, now: float) -> WorkerState:
         return WorkerState.NOT_READY
     if not worker.epoch_confirmed:
         return WorkerState.SYNCING
+    if worker.asleep or worker.group.holds.wanted(worker.name):
+        return WorkerState.ASLEEP
     if worker.missing_weights:
         return WorkerState.MISSING_WEIGHTS
     if not worker.holds:
@@ -161,12 +164,25 @@ def hold(core: Context, group: Group) -> None:
 
 
 def release(core: Context, group: Group) -> None:
-    """Work starts again, unless the coordinator is about to end without its workers."""
-    group.on_hold = core.keep_workers
+    """Work starts again, unless something else holds the group: the coordinator is about to end without its workers, all
+    engines are to sleep, or an open transaction."""
+    update = core.update_of(group)
+    group.on_hold = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
     for worker in group.workers.values():
         facts_changed(core, worker)
         worker.routing.update(worker)
     core.wake(group)
+
+
+def set_holds(core: Context, group: Group, holds: GroupHolds) -> None:
+    """A publisher stops something in `group`, or lets it go on."""
+    group.holds = holds
+    if holds.whole:
+        hold(core, group)
+    else:
+        release(core, group)
+    for worker in group.workers.values():
+        facts_changed(core, worker)
 
 
 # --- the tasks of a worker -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Capabilities, TaskId
+from enginepool.protocol.messages.control import MemoryTag
 
 if TYPE_CHECKING:
     from enginepool.coordinator.core.group import Group
@@ -23,7 +24,7 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
+        "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
         "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
         "missing_weights", "name", "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing",
         "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
@@ -64,6 +65,8 @@ class Worker:
         self.version = 0
         self.digest = ""
         self.committed: tuple[int, int] = (0, 0)
+        #: the parts of its engine's memory that are released, as it says
+        self.asleep: frozenset[MemoryTag] = frozenset()
         #: RESTORING: when it must have the committed weights; MISSING_WEIGHTS: when it is asked for them again
         self.restore_due = 0.0
         #: why it could not load the committed weights, until it does; "" otherwise
@@ -112,6 +115,11 @@ class Worker:
     def busy(self) -> bool:
         """It has something in hand."""
         return bool(self.batches or self.texts)
+
+    @property
+    def weights_asleep(self) -> bool:
+        """There are no weights in its engine, or are about to be none: the engine cannot load any or be asked about them."""
+        return "weights" in self.asleep or "weights" in self.group.holds.wanted(self.name)
 
     @property
     def row_tokens(self) -> int:

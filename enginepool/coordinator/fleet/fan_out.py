@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
-from enginepool.coordinator.core.events import Buffer, Link
+from enginepool.coordinator.core.events import Buffer, HoldsKept, Link
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.messages import ErrorReply, Message, TaskId
@@ -53,6 +53,8 @@ class OpenQuestion:
         self.until = until
         #: workers that were asked and have not answered, by task
         self.pending: dict[TaskId, Worker] = {}
+        #: the number of the `KeepHolds` that is to be in the journal before the answer is sent; 0: none
+        self.unwritten = 0
 
 
 class FanOut:
@@ -64,11 +66,17 @@ class FanOut:
 
     def ask(self, link: Link, question: Question, workers: Iterable[Worker], until: float) -> None:
         """Ask these workers, if there is room for one more question of `link`. A question that is open is not asked again."""
-        if any(opened.link == link and opened.question.id == question.id for opened in self.open):
-            return
-        if not self._make_room(link, question.id):
-            return
+        if not self.is_open(link, question.id) and self.make_room(link, question.id):
+            self.begin(link, question, workers, until)
+
+    def is_open(self, link: Link, id: int) -> bool:
+        """Whether question `id` of `link` has been asked, and has no answer yet."""
+        return any((opened.link, opened.question.id) == (link, id) for opened in self.open)
+
+    def begin(self, link: Link, question: Question, workers: Iterable[Worker], until: float, unwritten: int = 0) -> None:
+        """Ask these workers a question that is not open, and for which there is room."""
         opened = OpenQuestion(link, question, until)
+        opened.unwritten = unwritten
         for worker in workers:
             task = self.core.task_id()
             opened.pending[task] = worker
@@ -76,7 +84,7 @@ class FanOut:
         self.open.append(opened)
         self._close_if_done(opened)
 
-    def _make_room(self, link: Link, id: int) -> bool:
+    def make_room(self, link: Link, id: int) -> bool:
         """Whether one more question of `link` may be open. If all places are taken, a link with at least two more open
         questions than `link` loses one of them."""
         counts = Counter(opened.link for opened in self.open)
@@ -106,8 +114,14 @@ class FanOut:
                 self._close_if_done(opened)
                 return
 
+    def journaled(self, e: HoldsKept) -> None:
+        """The journal has what a question waits for."""
+        for opened in [opened for opened in self.open if opened.unwritten == e.number]:
+            opened.unwritten = 0
+            self._close_if_done(opened)
+
     def _close_if_done(self, opened: OpenQuestion) -> None:
-        if not opened.pending:
+        if not opened.pending and not opened.unwritten:
             self.open.remove(opened)
             message, frames = opened.question.report()
             self.core.effects.append(ToClient(opened.link, message, frames))
@@ -128,8 +142,11 @@ class FanOut:
         """Answer the questions whose time is over, without the workers that have not answered."""
         for opened in list(self.open):
             if self.core.now >= opened.until:
+                opened.unwritten = 0
                 for worker in list(opened.pending.values()):
                     self._give_up(opened, worker, "deadline_exceeded", "no answer in time")
+                if opened in self.open:  # the journal alone was late
+                    self._close_if_done(opened)
 
     def _give_up(self, opened: OpenQuestion, worker: Worker, code: str, message: str) -> None:
         for task in [task for task, asked in opened.pending.items() if asked is worker]:

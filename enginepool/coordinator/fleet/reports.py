@@ -56,6 +56,7 @@ class WorkerReports:
             worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
+        worker.asleep = frozenset(message.asleep)
         worker.detail = ""
         report_stage(self.core, worker, "ready")
         known = group.packed if can.packed else group.plain

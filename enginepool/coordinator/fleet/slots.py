@@ -46,7 +46,7 @@ class WorkerSlots:
             survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
             if survivor is not None:
                 start_slot(slot, survivor.incarnation, core.now, core.now + core.config.timing.silence_s)
-            else:
+            elif not group.holds.wanted(slot.name):
                 self._start(slot)
         group.expect()
 
@@ -182,7 +182,7 @@ class WorkerSlots:
         for slot in self.core.slots:
             if now < slot.due:
                 continue
-            if slot.state is SlotState.BACKOFF and not self.core.draining:
+            if slot.state is SlotState.BACKOFF and not self.core.draining and not slot.group.holds.wanted(slot.name):
                 self._start(slot)
             elif slot.state is SlotState.UP and slot.worker is None:
                 why = f"its process did not register within {now - slot.started_at:.0f} s"

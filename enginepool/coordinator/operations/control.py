@@ -1,25 +1,62 @@
 """The operation `control`: a command to all workers of a group, and one answer with the outcome of each."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_holds import ALL
+from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
+from enginepool.coordinator.fleet.sleeping import SleepingEngines
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import Message, TaskId
-from enginepool.protocol.messages.control import Command, Commanded, CommandName, Control, ControlReport, WorkerOutcome
+from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, MemoryTag, WorkerOutcome
+
+#: names of workers that an error lists
+_LISTED = 8
 
 
-def control(core: Context, fan_out: FanOut, e: ev.ControlAsked) -> None:
+def control(core: Context, fan_out: FanOut, sleeping: SleepingEngines, e: ev.ControlAsked) -> None:
     """Give the command to the workers that are ready. Needs no hello, like `status`."""
-    group = core.group_of(e.message.group)
+    message = e.message
+    group = core.group_of(message.group)
     if group is None:
-        core.unknown_group(e.link, e.message.id, e.message.group)
+        core.unknown_group(e.link, message.id, message.group)
         return
-    fan_out.ask(e.link, Commands(group, e.message), ready_workers(group), e.now + core.config.timing.update_inspect_s)
+    if fan_out.is_open(e.link, message.id) or _refused(core, group, e) or not fan_out.make_room(e.link, message.id):
+        return
+    tags = frozenset[MemoryTag](message.tags or get_args(MemoryTag))
+    commands, unwritten = Commands(group, message), 0
+    if message.command == "sleep":
+        unwritten = sleeping.sleep(group, message.worker, tags)
+    elif message.command == "wake":
+        unwritten = sleeping.wake(group, message.worker, tags)
+    fan_out.begin(e.link, commands, commands.ready, e.now + core.config.timing.update_inspect_s, unwritten)
+
+
+def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
+    """Refuse what cannot be done at all."""
+    asked = e.message
+    names = [*(slot.name for slot in group.slots), *(w.name for w in group.workers.values() if w.slot is None)]
+    if asked.worker and asked.worker not in names:
+        listed = f"{', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}" or "no worker"
+        text = f"worker: {asked.worker!r} is not a worker of group {group.name!r}, which has {listed}"
+        core.refuse(e.link, asked.id, "bad_request", text, field="worker")
+        return True
+    update = core.update_of(group)
+    if asked.command == "sleep" and update is not None:
+        text = f"group {group.name!r} takes weight version {update.offer.version}, and its engines cannot sleep meanwhile"
+        core.refuse(e.link, asked.id, "publishing", text, field="group")
+        return True
+    if asked.command == "wake" and asked.worker and ALL in group.holds.asleep:
+        text = f"worker: all of group {group.name!r} sleeps; wake the group, or none of its workers"
+        core.refuse(e.link, asked.id, "bad_request", text, field="worker")
+        return True
+    return False
 
 
 class Commands:
@@ -29,18 +66,32 @@ class Commands:
 
     def __init__(self, group: Group, message: Control) -> None:
         self.id = message.id
-        self._command: CommandName = message.command
-        ready = set(ready_workers(group))
-        others = [
-            WorkerOutcome(worker.name, "pool_down", f"not ready: {worker.stage}")
-            for worker in group.workers.values()
-            if worker not in ready
-        ]
-        self._report = ControlReport(message.id, group.name, message.command, others)
+        self._message = message
+        #: the workers that are given the command
+        self.ready = [worker for worker in ready_workers(group) if message.worker in (ALL, worker.name)]
+        self._report = ControlReport(message.id, group.name, message.command, [])
+        for worker in group.workers.values():
+            if worker not in set(self.ready):
+                self._not_ready(worker.name, worker.stage)
+        for slot in group.slots:
+            if slot.worker is None and slot.state is not SlotState.RETIRED:
+                stage = "starting" if slot.state is SlotState.UP else slot.state.value
+                self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF)
+
+    def _not_ready(self, name: str, stage: str, *, runs: bool = True) -> None:
+        """The outcome of a worker that is given no command. `runs`: its process may have memory."""
+        if self._message.worker not in (ALL, name):
+            return
+        row = WorkerOutcome(name, "pool_down", f"not ready: {stage}")
+        if self._message.command == "sleep" and runs:
+            row.message += "; it sleeps once it is"
+        elif self._message.command == "sleep":
+            row = WorkerOutcome(name, message="no process runs; it is started when it is woken")
+        self._report.workers.append(row)
 
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The command to one worker."""
-        return Command(task, self._command)
+        return Command(task, self._message.command, list(dict.fromkeys(self._message.tags)))
 
     def take(self, worker: Worker, answer: Commanded, frames: Sequence[Buffer]) -> None:
         """It is done, or failed."""

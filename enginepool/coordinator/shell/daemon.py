@@ -115,9 +115,10 @@ class Daemon:
         except OSError as error:
             raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.launcher.adopt()
-        weights, raises = dict(self.journal.record.weights), self.journal.record.raises
+        record = self.journal.record
         history = self._writer.read_history(self.config.groups)
-        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots.paths, raises, history))
+        paths = self._snapshots.paths
+        self.handle(ev.Started(time.monotonic(), epoch, record.weights, alive, paths, record.raises, history, record.holds))
         if self._lifeline is not None:
             # The program that embeds this pool has ended, and with it all clients.
             self.loop.add_reader(self._lifeline, self._end_now, 0)
@@ -232,6 +233,8 @@ class Daemon:
             self._writer.commit(effect, self._snapshots.committed)
         elif type(effect) is ef.KeepHistory:
             self._writer.keep_history(effect)
+        elif type(effect) is ef.KeepHolds:
+            self._writer.keep_holds(effect)
         elif type(effect) is ef.RaiseEpoch:
             self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:

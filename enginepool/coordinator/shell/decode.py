@@ -151,6 +151,11 @@ def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.
     return ev.PublisherSaid(now, link, message)
 
 
+def _control(now: float, link: Link, command: m.Control, frames: Sequence[Buffer]) -> ev.Event:
+    check_names(command, "group", "worker")
+    return ev.ControlAsked(now, link, command)
+
+
 def _asked(now: float, link: Link, question: m.InspectWeights, frames: Sequence[Buffer]) -> ev.Event:
     check_names(question, "name")
     return ev.WeightsAsked(now, link, question)
@@ -171,7 +176,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Commit: _said,
     m.AbortUpdate: _said,
     m.InspectWeights: _asked,
-    m.Control: lambda now, link, message, _: ev.ControlAsked(now, link, message),
+    m.Control: _control,
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }

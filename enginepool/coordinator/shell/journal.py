@@ -1,7 +1,7 @@
 """The journal: what must survive the coordinator. One small file of two slots, written in turn; one pool at a time.
 
-It holds the epoch and, for each group, the committed weights. To write it is to commit: a held group waits until it is
-written. The queue is not journaled: clients resend.
+It holds the epoch and, for each group, the committed weights and what publishers have stopped. To write it is to commit: a held
+group waits until it is written. The queue is not journaled: clients resend.
 
 `journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
 synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
@@ -22,6 +22,7 @@ from typing import IO
 
 import msgspec
 
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.errors import ConfigError
 from enginepool.host.folders import exposed, lock_file, make_private
@@ -61,11 +62,13 @@ def prepare_state_dir(directory: Path) -> None:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The content of the journal. `weights`: what is committed, by group. `raises`: how often peers have raised the epoch."""
+    """The content of the journal. `weights`: what is committed, by group. `raises`: how often peers have raised the epoch.
+    `holds`: what publishers have stopped, by group."""
 
     epoch: int = 0
     weights: dict[str, GroupWeights] = {}
     raises: int = 0
+    holds: dict[str, GroupHolds] = {}
 
 
 class _Slot(msgspec.Struct, frozen=True):

@@ -95,6 +95,15 @@ class JournalWriter:
 
         self._submit(JOURNAL, write, written)
 
+    def keep_holds(self, effect: ef.KeepHolds) -> None:
+        """`HoldsKept` follows, also if they could not be written: the log says so."""
+
+        def write() -> None:
+            record = self._journal.record
+            self._journal.write(msgspec.structs.replace(record, holds={**record.holds, effect.group: effect.holds}))
+
+        self._submit(JOURNAL, write, lambda _: self._tell(ev.HoldsKept(monotonic(), effect.number)))
+
     def raise_epoch(self, epoch: int, then: Callable[[str], None]) -> None:
         """Write a higher epoch, and call `then` on the loop with "", or with why it could not be written."""
 

@@ -31,7 +31,7 @@ def inspect_weights(core: Context, fan_out: FanOut, e: ev.WeightsAsked) -> None:
         if not 0 <= (value := getattr(message, field)) <= MAX_ID:
             core.refuse(e.link, message.id, "bad_request", f"{field}: {value} is outside 0..{MAX_ID}", field=field)
             return
-    ready, client = ready_workers(group), core.links.get(e.link)
+    ready, client = [worker for worker in ready_workers(group) if not worker.weights_asleep], core.links.get(e.link)
     if message.what == "tensor":
         ready = [worker for worker in ready if worker.holds][:1] or ready[:1]
     # Half of the longest message leaves room for everything else in it.

@@ -80,6 +80,8 @@ class Publishers:
         workers = [w for w in group.workers.values() if _may_take(w) and (not over or _present(w, offer))]
         if not workers:
             what = "is ready with the committed weights" if over else "is ready"
+            if any(worker.weights_asleep for worker in group.workers.values()):
+                what += "; weights of engines sleep: wake them first"
             core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
             return
         update = Update(core.task_id(), client, group, e)
@@ -136,6 +138,8 @@ def _renew(update: Update, now: float) -> None:
 
 
 def _may_take(worker: Worker) -> bool:
-    """Whether it can be a member: ready, and not busy with a restore that may still succeed."""
+    """Whether it can be a member: ready, with memory for weights, and not busy with a restore that may still succeed."""
     ready = worker.capabilities is not None and worker.epoch_confirmed and not worker.lost and worker.stage == "ready"
-    return ready and (worker.state is not WorkerState.RESTORING or bool(worker.group.weights_lost))
+    return (
+        ready and not worker.weights_asleep and (worker.state is not WorkerState.RESTORING or bool(worker.group.weights_lost))
+    )

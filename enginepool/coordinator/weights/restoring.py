@@ -59,6 +59,8 @@ class Restoring:
                 self._fall_behind(worker)
         if group.journal_behind:
             return
+        if not worker.holds and worker.state is WorkerState.ASLEEP:
+            return  # what sleeps may be its weights; it says `ready` again when it is woken
         if not worker.holds:
             # Members of an open transaction are about to take other weights, or have.
             update = self.core.update_of(group)
@@ -98,6 +100,8 @@ class Restoring:
             worker.slot.loss_excused = True
             self.fleet.lose(worker, f"it starts on weight version {worker.group.version}", kill=True)
             return
+        if worker.digest and not worker.group.weights.digest and worker.slot is not None:
+            worker.slot.loss_excused = True  # it ends, to start on the checkpoint of its model again
         self._ask(worker)
 
     def _ask(self, worker: Worker) -> None:

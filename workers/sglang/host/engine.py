@@ -7,12 +7,14 @@ What it is built from, what it can do, how it scores and how it takes new weight
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages.control import MemoryTag
 from enginepool.workers.engine import (
     BatchOutcome,
     Emit,
@@ -31,6 +33,7 @@ from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import adapters_of, capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
+from enginepool.workers.sglang.host.memory import EngineMemory
 from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import Running, SettingsError
@@ -65,6 +68,7 @@ class SglangEngine:
         self._capabilities: Capabilities | None = None
         self._end = EngineEnd()
         self._weights: SglangWeights | None = None
+        self._memory: EngineMemory | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._prefixes: PrefixReport | None = None
         self._events: asyncio.Task[None] | None = None
@@ -107,13 +111,12 @@ class SglangEngine:
             capabilities = capabilities_of(self._tm, self._settings.model, prepared.version, settings, running)
             capabilities = halved(capabilities, halvings)
             scoring, generation = self._works(prepared, capabilities, running)
-            processes = Processes.of(running.settings)
 
             def forget() -> None:
                 for work in filter(None, (scoring, generation)):
                     work.forget()
 
-            self._weights = SglangWeights(self._tm, prepared.requests, processes, self._end.unless_over, forget)
+            self._weights = self._weights_of(prepared, running, forget)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
             report("compiling", "the first forward")
@@ -159,6 +162,12 @@ class SglangEngine:
             scoring.capabilities = can
         self._capabilities, self._scoring, self._generation = can, scoring, generation
         return can
+
+    def _weights_of(self, prepared: PreparedEngine, running: Running, forget: Callable[[], None]) -> SglangWeights:
+        tm, requests, unless_over = self._tm, prepared.requests, self._end.unless_over
+        weights = SglangWeights(tm, requests, Processes.of(running.settings), unless_over, forget)
+        self._memory = EngineMemory(tm, requests, running, self._settings.device, weights, unless_over)
+        return weights
 
     def _unstarted(self, error: Exception, reason: str) -> EngineDied:
         """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
@@ -268,6 +277,21 @@ class SglangEngine:
             raise EngineError(f"SGLang did not flush its cache within {FLUSH_S:g} s")
         for work in filter(None, (self._scoring, self._generation)):
             work.forget()
+
+    async def sleep(self, tags: list[MemoryTag]) -> bool:
+        """Have SGLang release these parts of its memory; no batch is inside. Returns whether its weights are lost. Raises
+        EngineError: it cannot; EngineDied."""
+        self._serving()
+        assert self._memory is not None
+        self._memory.check()
+        await self.flush()  # SGLang ends where it is asked to release memory and is not idle
+        return await self._memory.release(tags)
+
+    async def wake(self, tags: list[MemoryTag]) -> None:
+        """Have SGLang take these parts of its memory back. Raises EngineDied."""
+        self._serving()
+        assert self._memory is not None
+        await self._memory.take_back(tags)
 
     # --- end -------------------------------------------------------------------------------------------------------
 

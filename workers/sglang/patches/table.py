@@ -114,6 +114,13 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.event_loop", "read", "answers are read on our loop"),
         ("TokenizerManager.freeze_gc", "called", "no collection of what start-up left", "self"),
     ),
+    *_private(
+        "host/memory.py", TOKENIZER,
+        ("TokenizerManager.release_memory_occupation", "called", "the command sleep", "self, obj, request"),
+        ("TokenizerManager.resume_memory_occupation", "called", "the command wake", "self, obj, request"),
+    ),
+    *_private("host/memory.py", REQUESTS, ("ReleaseMemoryOccupationReqInput", "called", "the command sleep")),
+    *_private("host/memory.py", REQUESTS, ("ResumeMemoryOccupationReqInput", "called", "the command wake")),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
     *_private("host/build.py", PROCESSORS, ("CustomLogitProcessor.to_str", "called", "names a class of ours to SGLang", "")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),

@@ -77,6 +77,8 @@ class SglangWeights:
         self.ranks = processes.ranks
         self.version = 0
         self.digest = ""
+        #: the memory of the weights is released: no process may touch it
+        self.asleep = False
         #: why updates are slower than they could be, or ""
         self.plain = ""
 
@@ -262,6 +264,8 @@ class SglangWeights:
 
     async def _ask(self, *tickets: dict[str, Any], version: int | None = None) -> list[dict[str, Any]]:
         """The answers of all ranks to their tickets, or to the same one. `version`: the ticket changes weights."""
+        if self.asleep:
+            raise EngineError("the engine's weights are asleep: wake them first")
         all_tickets = list(tickets) if len(tickets) == self.ranks else list(tickets) * self.ranks
         paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
         payloads: list[bytes] = []

@@ -1,0 +1,35 @@
+"""What publishers have stopped in a group until they say otherwise: engines that sleep. It is journaled. Pure."""
+
+import msgspec
+
+from enginepool.protocol.messages.control import MemoryTag
+
+#: the key of `GroupHolds.asleep` for all workers of a group: no worker has this name
+ALL = ""
+_NOTHING: frozenset[MemoryTag] = frozenset()
+
+
+class GroupHolds(msgspec.Struct, frozen=True):
+    """`asleep`: the parts of engines' memory that are to be released, of all workers (`ALL`) or of one worker by its name."""
+
+    asleep: dict[str, frozenset[MemoryTag]] = {}
+
+    @property
+    def whole(self) -> bool:
+        """No request of the group runs."""
+        return ALL in self.asleep
+
+    def wanted(self, worker: str) -> frozenset[MemoryTag]:
+        """The parts of the engine of this worker that are to sleep."""
+        if not self.asleep:
+            return _NOTHING
+        return self.asleep.get(ALL, _NOTHING) | self.asleep.get(worker, _NOTHING)
+
+    def with_sleep(self, worker: str, tags: frozenset[MemoryTag]) -> "GroupHolds":
+        """These parts are to sleep as well, of the engine of `worker` or of all engines."""
+        return GroupHolds({**self.asleep, worker: self.asleep.get(worker, _NOTHING) | tags})
+
+    def without_sleep(self, worker: str, tags: frozenset[MemoryTag]) -> "GroupHolds":
+        """These parts are to be awake, of the engine of `worker` or of all engines."""
+        left = {name: was - tags if worker in (ALL, name) else was for name, was in self.asleep.items()}
+        return GroupHolds({name: was for name, was in left.items() if was})

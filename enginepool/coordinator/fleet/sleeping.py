@@ -1,0 +1,75 @@
+"""Engines that sleep: parts of their memory are released until they are woken. Pure.
+
+What is to sleep is a fact of the group, which the coordinator keeps on disk (`GroupHolds`). What sleeps is a fact of each
+worker, which its `ready` says. A worker of which one of the two is not empty is ASLEEP and gets no work. Where the two differ
+when a worker says `ready`, the worker is told again: it has been started since, or has missed a command with its link.
+
+While the whole group sleeps its requests wait in the queue, and their deadlines count. When one worker sleeps its requests go
+elsewhere. A worker that is put to sleep finishes the batches that it has, which takes a moment. Its generations go back to the
+queue: they go on after their last token.
+
+A slot whose worker is to sleep starts no process: the publisher that put it to sleep uses the GPU.
+"""
+
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.effects import KeepHolds, ToWorker
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_holds import GroupHolds
+from enginepool.coordinator.core.transitions import set_holds
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.protocol.messages.control import Command, CommandName, MemoryTag
+
+
+class SleepingEngines:
+    """Puts engines to sleep and wakes them."""
+
+    def __init__(self, core: Context, fleet: WorkerRegistry) -> None:
+        self.core = core
+        self.fleet = fleet
+
+    def sleep(self, group: Group, worker: str, tags: frozenset[MemoryTag]) -> int:
+        """These parts of the engine of `worker`, or of all engines, are to sleep. Their generations are taken back.
+
+        Returns the number of the `KeepHolds` that says so, or 0.
+        """
+        number = self._set(group, group.holds.with_sleep(worker, tags))
+        for one in list(group.workers.values()):
+            if group.holds.wanted(one.name):
+                self.fleet.recall_streams(one)
+        return number
+
+    def wake(self, group: Group, worker: str, tags: frozenset[MemoryTag]) -> int:
+        """These parts are to be awake again. A worker gets work once it says that nothing of its engine sleeps.
+
+        Returns the number of the `KeepHolds` that says so, or 0.
+        """
+        return self._set(group, group.holds.without_sleep(worker, tags))
+
+    def lost(self, worker: Worker) -> None:
+        """A worker is lost. The name of an external one never comes back."""
+        holds = worker.group.holds
+        if worker.slot is None and worker.name in holds.asleep:
+            self._set(worker.group, holds.without_sleep(worker.name, holds.asleep[worker.name]))
+
+    def _set(self, group: Group, holds: GroupHolds) -> int:
+        if holds == group.holds:
+            return 0
+        set_holds(self.core, group, holds)
+        _, number = self.core.task_id()
+        self.core.effects.append(KeepHolds(number, group.name, holds))
+        return number
+
+    def settle(self, worker: Worker) -> None:
+        """A worker has said what sleeps in its engine. It is told again what is to sleep, if that is something else."""
+        wanted = worker.group.holds.wanted(worker.name)
+        if worker.lost or worker.stage != "ready" or worker.asleep == wanted:
+            return
+        differences: dict[CommandName, frozenset[MemoryTag]] = {
+            "sleep": wanted - worker.asleep,
+            "wake": worker.asleep - wanted,
+        }
+        for command, tags in differences.items():
+            if tags:
+                self.core.effects.append(ToWorker(worker.link, Command(self.core.task_id(), command, sorted(tags))))
+        self.fleet.recall_streams(worker)

@@ -1,0 +1,112 @@
+"""Sleep and wake with whole pools of sim workers under load: no request is lost, also when processes die meanwhile.
+
+The sim engine ends when it is given work while it sleeps, and when it releases memory twice. Its weights are lost with their
+memory, as on a GPU without a copy on the host.
+"""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from enginepool.errors import BadRequest
+from enginepool.protocol.messages import GroupStatus
+from enginepool.protocol.messages.control import ControlReport
+from tests.process.commands import call
+from tests.process.daemons import PATIENCE_S
+from tests.process.scenes import Play, Stage, arena, play
+
+__all__ = ["arena", "play"]
+
+ALL = ["cuda_graph", "kv_cache", "weights"]
+
+
+def done(report: ControlReport) -> bool:
+    return [(row.name, row.code) for row in report.workers] == [("g-0", ""), ("g-1", ""), ("g-2", "")]
+
+
+async def status(stage: Stage) -> GroupStatus:
+    return (await stage.pool.status()).groups[0]
+
+
+def test_sleep_wake_weights_update_wake_the_cache_and_answer(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        for version in (stage.old + 1, stage.old + 2):
+            assert done(await stage.pool.sleep())
+            seen = await status(stage)
+            assert seen.asleep == ALL and [(one.stage, one.asleep) for one in seen.workers] == [("asleep", ALL)] * 3
+            assert done(await stage.pool.sleep(tags=["kv_cache"])), "what sleeps already is left as it is"
+            assert done(await stage.pool.wake(tags=["weights"]))
+            await stage.publish(version)
+            answered = len(stage.load.answers)
+            assert done(await stage.pool.wake())
+            await stage.load.more(10)
+            assert {answer.version for _, _, answer in stage.load.answers[answered + 10 :]} <= {version}
+        assert stage.old + 2 in stage.load.versions()
+
+    play(scene, sleep_loses_weights=True)
+
+
+def test_without_an_update_the_committed_weights_are_restored(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        assert done(await stage.pool.sleep(worker="")) and done(await stage.pool.wake())
+        await stage.all_on(stage.old)
+        await stage.load.more(10)
+
+    play(scene, sleep_loses_weights=True)
+
+
+def test_one_worker_sleeps_while_the_others_answer(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        report = await stage.pool.sleep("g", worker="g-1", tags=["kv_cache"])
+        assert [(row.name, row.code) for row in report.workers] == [("g-1", "")]
+        before = {one.name: one.done for one in (await status(stage)).workers}
+        await stage.load.more(10)
+        after = {one.name: one.done for one in (await status(stage)).workers}
+        assert after["g-1"] == before["g-1"] and after != before
+        with pytest.raises(BadRequest, match="worker: 'g-9' is not a worker of group 'g', which has g-0, g-1, g-2"):
+            await stage.pool.wake(worker="g-9")
+        with pytest.raises(
+            BadRequest, match="tags: expected a list of one or more of weights, kv_cache, cuda_graph, got 'disk'"
+        ):
+            await stage.pool.sleep(tags=["disk"])  # type: ignore[list-item]
+        code, out, err = await asyncio.to_thread(call, "sleep", "g/g-1", "--tag", "weights", "--connect", stage.daemon.address)
+        assert (code, out, err) == (0, "g-1: asleep\n", "")
+        code, out, err = await asyncio.to_thread(call, "wake", "--connect", stage.daemon.address)
+        assert (code, out, err) == (0, "g-0: awake\ng-1: awake\ng-2: awake\n", "")
+
+    play(scene, sleep_loses_weights=True)
+
+
+def test_a_worker_that_is_killed_while_it_sleeps_is_started_again_when_it_is_woken(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        assert done(await stage.pool.sleep())
+        pid = await stage.pid(1)
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while (seen := {one.name: one for one in (await status(stage)).workers}["g-1"]).pid == pid:
+                await asyncio.sleep(0.05)
+        assert seen.stage == "asleep" and not seen.pid
+        report = await stage.pool.wake()
+        assert [row.code for row in report.workers] == ["", "pool_down", ""]
+        await stage.all_on(stage.old)
+
+    play(scene, sleep_loses_weights=True)
+
+
+def test_a_successor_of_the_coordinator_keeps_the_group_asleep(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        assert done(await stage.pool.sleep(tags=["kv_cache"]))
+        await asyncio.to_thread(stage.daemon.kill)
+        stage.daemon = await asyncio.to_thread(stage.daemon.successor)
+        async with asyncio.timeout(PATIENCE_S):
+            seen = await status(stage)
+            while [one.stage for one in seen.workers] != ["asleep"] * 3:
+                await asyncio.sleep(0.05)
+                seen = await status(stage)
+        assert seen.asleep == ["kv_cache"] and not seen.running
+        assert done(await stage.pool.wake())
+        await stage.load.more(10)
+
+    play(scene, sleep_loses_weights=True)

@@ -1,0 +1,83 @@
+"""Commands of the coordinator, run between two batches of the engine: flush, sleep, wake."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar, get_args
+
+from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
+from enginepool.workers.between_batches import BetweenBatches
+from enginepool.workers.engine import Engine, EngineDied, EngineError
+from enginepool.workers.events import CommandDone, EngineLost, WorkerEvent
+from enginepool.workers.failures import one_line
+from enginepool.workers.generation import GenerationRunner
+
+T = TypeVar("T")
+#: an engine that takes longer hangs: it may copy all of its weights to the host's memory and back
+MEMORY_S = 120.0
+
+
+class CommandRunner:
+    """Performs `RunCommand`.
+
+    Args:
+        feed: takes what happens.
+        between: the door of the engine.
+        generations: those that run in it.
+    """
+
+    def __init__(
+        self, engine: Engine, feed: Callable[[WorkerEvent], None], between: BetweenBatches, generations: GenerationRunner
+    ) -> None:
+        self._engine, self._feed, self._between, self._generations = engine, feed, between, generations
+        #: one command after the other, in the order in which they came
+        self._turn = asyncio.Lock()
+        #: the parts of the engine's memory that are released
+        self._asleep: frozenset[MemoryTag] = frozenset()
+
+    async def run(self, command: Command) -> None:
+        """Run one command; `CommandDone` follows, unless the engine is lost."""
+        answer, asleep, lost_weights = Commanded(command.task), None, False
+        try:
+            async with self._turn:
+                before = self._asleep
+                lost_weights = await self._run(command)
+                asleep = None if self._asleep == before else sorted(self._asleep)
+        except EngineDied as error:
+            self._feed(EngineLost(time.monotonic(), str(error)))
+            return
+        except Exception as error:  # engines raise what they like, and each command has an answer: this one's is the error
+            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else one_line(error)
+        self._feed(CommandDone(time.monotonic(), answer, asleep, lost_weights))
+
+    async def _run(self, command: Command) -> bool:
+        """Whether the weights are lost by it."""
+        tags = frozenset[MemoryTag](command.tags or get_args(MemoryTag))
+        if command.command == "flush":
+            if "kv_cache" not in self._asleep:  # what sleeps keeps no prefixes
+                await self._when_empty("flush", self._engine.flush)
+        elif command.command == "sleep" and (fresh := sorted(tags - self._asleep)):
+            # An engine that is told to release what it has released ends. So does one that takes back what it has.
+            lost = await self._when_empty("sleep", partial(self._in_time, self._engine.sleep, fresh))
+            self._asleep |= tags
+            return lost
+        elif command.command == "wake" and (found := sorted(tags & self._asleep)):
+            await self._when_empty("wake", partial(self._in_time, self._engine.wake, found))
+            self._asleep -= tags
+        return False
+
+    async def _in_time(self, change: Callable[[list[MemoryTag]], Awaitable[T]], tags: list[MemoryTag]) -> T:
+        """No batch would show that the engine hangs: it is given none meanwhile. Raises EngineDied."""
+        try:
+            async with asyncio.timeout(MEMORY_S):
+                return await change(tags)
+        except TimeoutError:
+            raise EngineDied(f"the engine hangs: it did not release or take back memory within {MEMORY_S:g} s") from None
+
+    async def _when_empty(self, name: str, run: Callable[[], Awaitable[T]]) -> T:
+        if wanted := self._generations.wanted:
+            # Waiting would hold back all work that comes, until the longest of them has ended.
+            raise EngineError(f"{wanted} generations run, and an engine can {name} only while nothing runs in it")
+        async with self._between.alone():
+            return await run()
