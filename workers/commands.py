@@ -1,4 +1,4 @@
-"""Commands of the coordinator, run between two batches of the engine: flush, sleep, wake."""
+"""Commands of the coordinator, run between two batches of the engine. To resume, a worker has nothing to do."""
 
 import asyncio
 import time
@@ -57,6 +57,8 @@ class CommandRunner:
         if command.command == "flush":
             if "kv_cache" not in self._asleep:  # what sleeps keeps no prefixes
                 await self._when_empty("flush", self._engine.flush)
+        elif command.command == "pause":
+            await self._when_empty("pause", _nothing)
         elif command.command == "sleep" and (fresh := sorted(tags - self._asleep)):
             # An engine that is told to release what it has released ends. So does one that takes back what it has.
             lost = await self._when_empty("sleep", partial(self._in_time, self._engine.sleep, fresh))
@@ -81,3 +83,7 @@ class CommandRunner:
             raise EngineError(f"{wanted} generations run, and an engine can {name} only while nothing runs in it")
         async with self._between.alone():
             return await run()
+
+
+async def _nothing() -> None:
+    """The engine was empty: that is all that there is to know."""

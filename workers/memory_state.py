@@ -27,7 +27,7 @@ class MemoryState:
     def take(self, command: Command, epoch: int, stage: str, *, takes_weights: bool) -> WorkerEffect:
         """Run a command, or say why not. One that is delivered twice runs twice: the first answer may be lost with its link."""
         if command.task[0] == epoch and stage == "ready" and not takes_weights:
-            if command.command != "flush":
+            if command.command in ("sleep", "wake"):
                 self.commanded.add(command.task)
             return RunCommand(command)
         doing = "it takes weights" if stage == "ready" and takes_weights else stage

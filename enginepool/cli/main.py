@@ -19,6 +19,7 @@ from enginepool.cli.flush import flush
 from enginepool.cli.generate import generate
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.logprobs import logprobs
+from enginepool.cli.pause import pause, resume
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
 from enginepool.cli.score import score
@@ -51,6 +52,8 @@ app.command()(restart)
 app.command()(flush)
 app.command()(sleep)
 app.command()(wake)
+app.command()(pause)
+app.command()(resume)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 app.command()(worker)

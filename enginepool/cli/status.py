@@ -105,6 +105,8 @@ def tables(report: "StatusReport") -> "Group":
             lines.append(f"[red]{name} needs weights: {escape(group.needs_weights)}[/]")
         if group.update:
             lines.append(f"[yellow]{name}: update in phase {escape(group.update)}[/]")
+        if group.paused:
+            lines.append(f"[yellow]{name} is paused: its requests wait until it is resumed[/]")
         if group.asleep:
             lines.append(f"[yellow]{name} sleeps ({', '.join(group.asleep)}): its requests wait until it is woken[/]")
         if group.poisoned:

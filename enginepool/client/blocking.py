@@ -80,6 +80,8 @@ class BlockingPool(StreamingFacade):
     flush = blocking(Pool.flush)
     sleep = blocking(Pool.sleep)
     wake = blocking(Pool.wake)
+    pause = blocking(Pool.pause)
+    resume = blocking(Pool.resume)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
     restart = blocking(Pool.restart)

@@ -64,6 +64,28 @@ class ControlCalls:
         """
         return await self._command(_memory("wake", group, tags, worker), timeout)
 
+    async def pause(self, group: str = "", *, timeout: float | None = 120.0) -> ControlReport:  # noqa: ASYNC109
+        """Have a group start no work until `resume`; needs the role `publisher`.
+
+        Its requests wait in the queue, and their timeouts count. When the report arrives nothing runs in the engines that it
+        lists without a code: batches have finished, and generations are back in the queue. A generation with `partial=True`
+        ends as interrupted, with what it has. All others go on after their last token once the group is resumed. New weights
+        can be published meanwhile. A group stays paused when this program ends, and when the coordinator is restarted.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            Forbidden: this client's role is not enough.
+            DeadlineExceeded: no answer within `timeout` seconds.
+        """
+        return await self._command(Control(0, "pause", check_group(group)), timeout)
+
+    async def resume(self, group: str = "", *, timeout: float | None = 120.0) -> ControlReport:  # noqa: ASYNC109
+        """Have a group that was paused start work again; needs the role `publisher`. No error where it is not paused.
+
+        Raises: as `pause`.
+        """
+        return await self._command(Control(0, "resume", check_group(group)), timeout)
+
     async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
         return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]
 

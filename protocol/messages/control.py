@@ -6,14 +6,15 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 
-CommandName = Literal["flush", "sleep", "wake"]
+CommandName = Literal["flush", "sleep", "wake", "pause", "resume"]
 #: a part of an engine's memory, by SGLang's names
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
 class Control(Message, tag="control"):
     """Run `command` on all workers of `group`, or on `worker` alone; answered by `control_report`. flush: forget all prefixes
-    that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]: all parts)."""
+    that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]: all parts). pause, resume:
+    start no work of the group, and take back its generations; start work again."""
 
     id: int
     command: CommandName

@@ -78,8 +78,8 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
     often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
     external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
-    `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts of all its engines that are to sleep: its requests
-    wait meanwhile.
+    `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts of all its engines that are to sleep; `paused`: it
+    starts no work: its requests wait meanwhile.
     """
 
     name: str
@@ -108,6 +108,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     asleep: list[str] = []
+    paused: bool = False
 
 
 class StatusReport(Message, tag="status_report"):

@@ -37,6 +37,9 @@ def obey(pool: Pool, sent: list[Sent], version: int = 0, digest: str = "") -> li
     for one in sent:
         if isinstance(one.message, Command):
             worker = pool.machine.core.worker_links[one.link]
+            if one.message.command in ("pause", "resume"):
+                out += pool.do(ev.WorkerSaid(0, one.link, Commanded(one.message.task)))
+                continue
             assert worker.capabilities is not None
             asleep, tags = set(worker.asleep), set(one.message.tags or EVERY)
             asleep = asleep | tags if one.message.command == "sleep" else asleep - tags
@@ -223,6 +226,62 @@ def test_an_external_worker_that_is_lost_leaves_nothing_behind() -> None:
     obey(pool, say(pool, "sleep", worker="w"))
     pool.do(ev.WorkerBroken(0, b"w", "its link is gone"))
     assert pool.machine.core.groups["g"].holds == GroupHolds() and pool.holds
+
+
+# --- pause --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_paused_group_starts_nothing_and_goes_on_where_it_stopped() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("w", can=GENERATING)
+    pool.worker("late", can=GENERATING, ready=False)
+    client = pool.client()
+    pool.submit(client, 1, generate(3))
+    pool.submit(client, 2, generate(4, partial=True))
+    first, second = pool.tasks()
+    pool.step(link, (first, 0, 0, [7], ""), (second, 0, 0, [8], ""))
+    asked = say(pool, "pause")
+    assert [type(one.message).__name__ for one in asked if one.link == link] == ["StopGeneration", "Command"]
+    message, tokens = outputs(asked)[2]
+    assert (message.ended[0].reason, tokens) == ("interrupted", [[8]]), "a caller of parts has its part at once"
+    assert commands(asked)[link].command == "pause"
+    assert rows(obey(pool, asked)) == [("late", ""), ("w", "")]
+    assert not pool.submit(client, 3, generate(3)) and pool.machine.core.groups["g"].holds.paused
+    [again, new] = pool.tasks(resumed := say(pool, "resume", id=2))
+    assert rows(obey(pool, resumed)) == [("late", ""), ("w", "")]
+    assert (len(again.frames[0]), len(new.frames[0])) == (4 * 4, 4 * 3)
+    assert outputs(pool.step(link, (again, 0, 1, [9], "stop")))[1][1] == [[7, 9]]
+
+
+def test_a_paused_group_takes_new_weights_and_stays_paused() -> None:
+    pool = UpdatePool()
+    link = pool.worker("w")
+    trainer = Trainer(pool)
+    obey(pool, say(pool, "pause"))
+    pool.submit(trainer.link, 9, work())
+    pool.publish(trainer, 1, [link])
+    pool.written()
+    assert pool.machine.core.groups["g"].version == 1 and not pool.batches
+    obey(pool, say(pool, "resume", id=2), version=1, digest=DIGEST)
+    assert results(pool.finish(pool.batches[0], version=1))[9].version == 1
+
+
+def test_a_group_is_resumed_and_still_sleeps_and_the_other_way_round() -> None:
+    pool = Pool()
+    pool.worker("w")
+    client = pool.client()
+    obey(pool, say(pool, "pause"))
+    obey(pool, say(pool, "sleep", id=2))
+    pool.submit(client, 1, work())
+    obey(pool, say(pool, "resume", id=3))
+    assert not pool.batches
+    obey(pool, say(pool, "pause", id=4))
+    obey(pool, say(pool, "wake", id=5))
+    assert not pool.batches and state(pool, "w") is WorkerState.READY
+    obey(pool, say(pool, "resume", id=6))
+    assert results(pool.finish_all())
+    [refused] = failures(say(pool, "pause", worker="w", id=7)).values()
+    assert (refused.code, refused.field) == ("bad_request", "worker")
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------

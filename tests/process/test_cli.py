@@ -57,6 +57,8 @@ def test_every_command_has_help_with_examples() -> None:
         "flush",
         "sleep",
         "wake",
+        "pause",
+        "resume",
         "tiny-model",
         "worker",
         "weights",

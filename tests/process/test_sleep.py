@@ -79,6 +79,24 @@ def test_one_worker_sleeps_while_the_others_answer(play: Play) -> None:
     play(scene, sleep_loses_weights=True)
 
 
+def test_a_paused_group_answers_nothing_takes_new_weights_and_stays_paused_across_a_crash(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        assert done(await stage.pool.pause())
+        answered = len(stage.load.answers)
+        assert [one.batches for one in (await status(stage)).workers] == [0, 0, 0]
+        await stage.publish(stage.old + 1)
+        await asyncio.to_thread(stage.daemon.kill)
+        stage.daemon = await asyncio.to_thread(stage.daemon.successor)
+        await stage.all_on(stage.old + 1)
+        seen = await status(stage)
+        assert seen.paused and not seen.running and len(stage.load.answers) <= answered + 6, "but what was on its way"
+        code, out, err = await asyncio.to_thread(call, "resume", "--connect", stage.daemon.address)
+        assert (code, out, err) == (0, "g-0: resumed\ng-1: resumed\ng-2: resumed\n", "")
+        await stage.load.more(10)
+
+    play(scene, sleep_loses_weights=True)
+
+
 def test_a_worker_that_is_killed_while_it_sleeps_is_started_again_when_it_is_woken(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         assert done(await stage.pool.sleep())

@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--commanding", action="store_true", help="callers flush groups")
     parser.add_argument("--generating", action="store_true", help="workers generate as well, and most calls ask for that")
     parser.add_argument("--talking", action="store_true", help="callers go on after what was generated")
-    parser.add_argument("--sleeping", action="store_true", help="callers put engines to sleep and wake them")
+    parser.add_argument(
+        "--sleeping", action="store_true", help="callers pause groups, put engines to sleep, and let them go on"
+    )
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()

@@ -25,7 +25,7 @@ class SimCommand:
         self, client: int, group: str, at: float, timeout: float | None, bad: str = "", wish: Wish | None = None
     ) -> None:
         self.wish = wish or Wish()
-        self.may = {"flush": (), "sleep": ("publishing",), "wake": ("bad_request",)}[self.wish.name]
+        self.may = {"sleep": ("publishing",), "wake": ("bad_request",)}.get(self.wish.name, ())
         self.client = client
         self.group = group
         self.at = at
@@ -76,11 +76,11 @@ class CommandOracle:
         for row in report.workers:
             self._count(row.code)
             ran = self.ran.get((wish.name, row.name.partition("+")[0]), -1.0)
-            idle = wish.name == "sleep" and "no process runs" in row.message
+            idle = "no process runs" in row.message or (wish.name in ("pause", "resume") and "not ready" in row.message)
             assert row.code or idle or ran >= command.asked, f"{command}: {row.name} ran it at {ran:.3f}, before it was asked"
         if wish.name != "flush":
             self.sleep.ended(now, report.group, wish, reported=True)
-            self.sleep.told(now, command.asked, report.group, wish, report)
+            self.sleep.told(command.asked, report.group, wish, report)
 
     def _justified(self, now: float, command: SimCommand, failure: ErrorReply) -> None:
         told = f"{command}: {failure.code}: {failure.message}"

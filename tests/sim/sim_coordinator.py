@@ -177,7 +177,7 @@ class SimCoordinator:
                     self._given_up(self.network.links[effect.link].dealer.owner.name, said)
                 self.network.send(effect.link, effect.message, effect.frames)
             elif type(effect) is ef.StartWorker:
-                self.watch.oracle.commands.sleep.works(effect.group, f"{effect.incarnation} is started")
+                self.watch.oracle.commands.sleep.starts(effect.group, effect.incarnation)
                 self.cluster.start(self, effect.group, effect.index, effect.incarnation, effect.weights)
             elif type(effect) is ef.KillWorker:
                 self.world.note("coordinator", effect)

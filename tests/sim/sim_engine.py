@@ -273,7 +273,7 @@ class SimEngine:
             return
         self._commands.append(run)
         self._commanded += 1
-        if run.command.command != "flush":
+        if run.command.command in ("sleep", "wake"):
             self.world.after(MEMORY_S, self._must_be_done, run)
         if not self._busy:
             self._next()
@@ -286,7 +286,7 @@ class SimEngine:
         if self.dead or self.hangs:
             return
         command = self._commands[0].command
-        if command.command != "flush" and self.generator.leaving:
+        if command.command in ("sleep", "pause") and self.generator.leaving:
             self.world.after(self.profile.step_s, self._run_command)
             return
         self._commands.popleft()
@@ -298,7 +298,7 @@ class SimEngine:
             self.asleep |= tags
         elif command.command == "wake":
             self.asleep -= tags
-        if self.asleep - before:
+        if self.asleep - before or command.command == "pause":
             assert not self.generator.wanted, f"{self.host.name}: {command} while it generates"
         if lost:
             self.version, self.digest = 0, LOST_WEIGHTS

@@ -7,6 +7,7 @@ A failure is raised as `Failed`, which says how to replay it and shows what happ
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import msgspec
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
+from enginepool.protocol.messages.control import CommandName
 from enginepool.protocol.messages.weights import Phase, Published, Restore
 from tests.sim.cluster import Cluster
 from tests.sim.commands import SimCommand
@@ -266,14 +268,15 @@ class Simulation:
         waker = SimClient(self.network, self.oracle, len(self.clients), self.plan.settings)
         waker.start()
         end = world.now + PATIENCE_S
-        for name in self.plan.kinds:
+        names: tuple[CommandName, ...] = ("wake", "resume")
+        for group, name in product(self.plan.kinds, names):
             while True:
-                command = SimCommand(waker.index, name, world.now, None, wish=Wish("wake"))
+                command = SimCommand(waker.index, group, world.now, None, wish=Wish(name))
                 self.oracle.commands.open.append(command)
                 waker.command(command)
                 while not command.outcome and world.now < end:
                     world.run_until(world.now + 0.1)
-                assert world.now < end, f"group {name!r} is not woken: {command}"
+                assert world.now < end, f"group {group!r} does not go on: {command}"
                 if command.outcome == "reported":
                     break
 

@@ -1,8 +1,8 @@
-"""Engines that sleep: who is put to sleep and woken when, and what must not happen meanwhile.
+"""Groups that are paused and engines that sleep: who asks for that when, and what must not happen meanwhile.
 
 - An engine is given no work, and no weights while its weights sleep.
-- Once a caller was told that a group sleeps, no engine of it works and no process of it is started before a caller wakes it:
-  also when processes die meanwhile.
+- Once a caller was told that a group is paused, or sleeps, no engine of it works before a caller lets it go on; while it sleeps
+  no process of it is started either. So it is also when processes die meanwhile.
 """
 
 from random import Random
@@ -10,8 +10,11 @@ from random import Random
 from enginepool.protocol.messages.control import CommandName, ControlReport, MemoryTag
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
-#: a wake of which the caller heard nothing may arrive within this
+#: a command that lets a group go on, of which the caller heard nothing, may arrive within this
 LATE_S = 60.0
+#: what a command holds, and which one lets it go on
+HOLDS: dict[CommandName, CommandName] = {"sleep": "wake", "pause": "resume"}
+ENDS: dict[CommandName, CommandName] = {end: held for held, end in HOLDS.items()}
 
 
 class Wish:
@@ -27,45 +30,56 @@ class Wish:
 
 
 def some_wish(random: Random, group: str, workers: int) -> Wish:
-    """To sleep or to wake, all of a group or one of its workers."""
+    """To sleep or to wake, all of a group or one of its workers; to pause or to resume."""
+    names: tuple[CommandName, ...] = ("sleep", "sleep", "wake", "pause", "resume")
+    name = random.choice(names)
+    if name in ("pause", "resume"):
+        return Wish(name)
     worker = f"{group}-{random.randrange(workers)}" if workers and random.random() < 0.4 else ""
     tags: tuple[MemoryTag, ...] = tuple(tag for tag in TAGS if random.random() < 0.6)
-    names: tuple[CommandName, ...] = ("sleep", "sleep", "wake")
-    return Wish(random.choice(names), worker, tags)
+    return Wish(name, worker, tags)
 
 
 class SleepOracle:
-    """What sleeps for certain."""
+    """What is held for certain."""
 
     def __init__(self) -> None:
-        #: by group: parts that callers were told to sleep
-        self._asleep: dict[str, set[MemoryTag]] = {}
-        #: by group: until when a wake may arrive
-        self._wakes: dict[str, float] = {}
+        #: groups that callers were told to be paused, or to sleep
+        self._held: dict[CommandName, set[str]] = {name: set() for name in HOLDS}
+        #: by what lets a group go on, and the group: until when such a command may arrive
+        self._ends: dict[tuple[CommandName, str], float] = {}
 
     def asked(self, now: float, group: str, wish: Wish) -> None:
         """A command is on its way."""
-        if wish.name == "wake":
-            self._wakes[group] = float("inf")
-            self._asleep.pop(group, None)
+        self._may_end(group, wish, float("inf"))
 
     def ended(self, now: float, group: str, wish: Wish, *, reported: bool) -> None:
         """Its caller hears nothing more of it."""
-        if wish.name == "wake":
-            self._wakes[group] = now if reported else now + LATE_S
-            self._asleep.pop(group, None)
+        self._may_end(group, wish, now if reported else now + LATE_S)
 
-    def told(self, now: float, asked: float, group: str, wish: Wish, report: ControlReport) -> None:
-        """A caller hears that engines sleep. A wake that was on its way when it asked may have come after the sleep."""
-        woken = self._wakes.get(group, -1.0) >= asked
-        if wish.name == "sleep" and not wish.worker and not woken and not any(row.code for row in report.workers):
-            self._asleep.setdefault(group, set()).update(wish.tags or TAGS)
+    def _may_end(self, group: str, wish: Wish, until: float) -> None:
+        if wish.name in ENDS:
+            self._ends[wish.name, group] = until
+            self._held[ENDS[wish.name]].discard(group)
+
+    def told(self, asked: float, group: str, wish: Wish, report: ControlReport) -> None:
+        """A caller hears its report. What lets the group go on and was on its way when it asked may have come after it."""
+        if wish.name not in HOLDS or wish.worker or any(row.code for row in report.workers):
+            return
+        if self._ends.get((HOLDS[wish.name], group), -1.0) < asked:
+            self._held[wish.name].add(group)
 
     def forgotten(self, group: str) -> None:
         """It could not be journaled."""
-        self._asleep.pop(group, None)
-        self._wakes[group] = float("inf")
+        for held, end in HOLDS.items():
+            self._held[held].discard(group)
+            self._ends[end, group] = float("inf")
 
     def works(self, group: str, what: str) -> None:
-        """An engine of the group works, or a process of it is started."""
-        assert not self._asleep.get(group), f"{what} while all of group {group} sleeps: {self._asleep[group]}"
+        """An engine of the group works."""
+        held = [name for name, groups in self._held.items() if group in groups]
+        assert not held, f"{what} during {held} of all of group {group}"
+
+    def starts(self, group: str, what: str) -> None:
+        """A process of the group is started."""
+        assert group not in self._held["sleep"], f"{what} is started while all of group {group} sleeps"

@@ -3,13 +3,15 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core import transitions
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.fleet.sleeping import SleepingEngines
+from enginepool.coordinator.fleet.holding import GroupHolding
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.workers.memory_state import MemoryState
@@ -47,14 +49,14 @@ def generations_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
     def recall_streams(_: WorkerRegistry, _worker: Worker) -> None:
         """The engine is not empty."""
 
-    real = SleepingEngines.sleep
+    real = GroupHolding.sleep
 
-    def sleep(self: SleepingEngines, *args: Any) -> int:
+    def sleep(self: GroupHolding, *args: Any) -> int:
         with pytest.MonkeyPatch.context() as context:
             context.setattr(WorkerRegistry, "recall_streams", recall_streams)
             return real(self, *args)
 
-    patch.setattr(SleepingEngines, "sleep", sleep)
+    patch.setattr(GroupHolding, "sleep", sleep)
 
 
 def a_worker_that_sleeps_counts_as_ready(patch: pytest.MonkeyPatch) -> None:
@@ -68,10 +70,10 @@ def a_worker_that_sleeps_counts_as_ready(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_worker_says_of_its_sleep_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    def settle(_: SleepingEngines, _worker: Worker) -> None:
+    def settle(_: GroupHolding, _worker: Worker) -> None:
         """It is not told again."""
 
-    patch.setattr(SleepingEngines, "settle", settle)
+    patch.setattr(GroupHolding, "settle", settle)
 
 
 def work_enters_an_engine_that_sleeps(patch: pytest.MonkeyPatch) -> None:
@@ -93,9 +95,31 @@ def weights_that_sleep_are_updated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "weights_asleep", False)
 
 
+def a_paused_group_begins_what_comes(patch: pytest.MonkeyPatch) -> None:
+    real = Machine._control  # pyright: ignore[reportPrivateUsage]
+
+    def control(self: Machine, e: ev.ControlAsked) -> None:
+        real(self, e)
+        for group in self.core.groups.values():
+            if group.holds.paused and "" not in group.holds.asleep:
+                group.holds = replace(group.holds, paused=False)
+                transitions.release(self.core, group)
+
+    patch.setattr(Machine, "_control", control)
+
+
+def a_pause_is_confirmed_before_generations_are_taken_back(patch: pytest.MonkeyPatch) -> None:
+    def pause(self: GroupHolding, group: Group) -> int:
+        return self._set(group, replace(group.holds, paused=True))  # pyright: ignore[reportPrivateUsage]
+
+    patch.setattr(GroupHolding, "pause", pause)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
+        a_paused_group_begins_what_comes,
+        a_pause_is_confirmed_before_generations_are_taken_back,
         a_successor_forgets_what_sleeps,
         processes_are_started_while_their_group_sleeps,
         generations_stay_where_they_are,

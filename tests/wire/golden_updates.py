@@ -129,6 +129,8 @@ def _from_client() -> list[Valid]:
             "sleep of one worker",
             {"type": "control", "id": 6, "command": "sleep", "worker": "policy-1", "tags": ["weights", "kv_cache"]},
         ),
+        Valid("control-pause", way, "pause", {"type": "control", "id": 8, "command": "pause", "group": "policy"}),
+        Valid("control-resume", way, "resume", {"type": "control", "id": 9, "command": "resume", "group": "policy"}),
         Valid("control-wake", way, "wake", {"type": "control", "id": 7, "command": "wake", "group": "policy"}),
         Valid(
             "weights-question-tensor",

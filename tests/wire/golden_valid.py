@@ -608,6 +608,7 @@ def _to_client() -> list[Valid]:
                             {"name": "policy-0", "incarnation": WORKER, "stage": "asleep", "asleep": ["kv_cache", "weights"]}
                         ],
                         "asleep": ["kv_cache"],
+                        "paused": True,
                     }
                 ],
             },

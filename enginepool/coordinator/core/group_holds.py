@@ -1,6 +1,7 @@
-"""What publishers have stopped in a group until they say otherwise: engines that sleep. It is journaled. Pure."""
+"""What publishers have stopped in a group until they say otherwise: engines that sleep, all of its work. Journaled. Pure."""
 
 import msgspec
+from msgspec.structs import replace
 
 from enginepool.protocol.messages.control import MemoryTag
 
@@ -10,14 +11,16 @@ _NOTHING: frozenset[MemoryTag] = frozenset()
 
 
 class GroupHolds(msgspec.Struct, frozen=True):
-    """`asleep`: the parts of engines' memory that are to be released, of all workers (`ALL`) or of one worker by its name."""
+    """`asleep`: the parts of engines' memory that are to be released, of all workers (`ALL`) or of one worker by its name.
+    `paused`: the group starts no work."""
 
     asleep: dict[str, frozenset[MemoryTag]] = {}
+    paused: bool = False
 
     @property
     def whole(self) -> bool:
         """No request of the group runs."""
-        return ALL in self.asleep
+        return self.paused or ALL in self.asleep
 
     def wanted(self, worker: str) -> frozenset[MemoryTag]:
         """The parts of the engine of this worker that are to sleep."""
@@ -27,9 +30,9 @@ class GroupHolds(msgspec.Struct, frozen=True):
 
     def with_sleep(self, worker: str, tags: frozenset[MemoryTag]) -> "GroupHolds":
         """These parts are to sleep as well, of the engine of `worker` or of all engines."""
-        return GroupHolds({**self.asleep, worker: self.asleep.get(worker, _NOTHING) | tags})
+        return replace(self, asleep={**self.asleep, worker: self.asleep.get(worker, _NOTHING) | tags})
 
     def without_sleep(self, worker: str, tags: frozenset[MemoryTag]) -> "GroupHolds":
         """These parts are to be awake, of the engine of `worker` or of all engines."""
         left = {name: was - tags if worker in (ALL, name) else was for name, was in self.asleep.items()}
-        return GroupHolds({name: was for name, was in left.items() if was})
+        return replace(self, asleep={name: was for name, was in left.items() if was})

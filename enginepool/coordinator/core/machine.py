@@ -21,10 +21,10 @@ from enginepool.coordinator.core.transitions import hold, release
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.fan_out import FanOut
+from enginepool.coordinator.fleet.holding import GroupHolding
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.reports import WorkerReports
-from enginepool.coordinator.fleet.sleeping import SleepingEngines
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.control import control
@@ -65,7 +65,7 @@ class Machine:
         self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
         registration, reports = Registration(core, fleet), WorkerReports(core, requests, fleet)
         self.deadlines = WorkerDeadlines(core, fleet, self.slots)
-        self.planned, self.sleeping = PlannedRestarts(core, fleet, self.slots), SleepingEngines(core, fleet)
+        self.planned, self.holding = PlannedRestarts(core, fleet, self.slots), GroupHolding(core, fleet)
         self.restoring = Restoring(core, requests, fleet)
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
@@ -260,7 +260,7 @@ class Machine:
         if isinstance(e, WorkerLost):
             self.weights.lost(e.worker, e.reason)
             self.questions.lost(e.worker, e.reason)
-            self.sleeping.lost(e.worker)
+            self.holding.lost(e.worker)
         elif isinstance(e, WorkerReturned):
             self.weights.returned(e.worker)
             self.restoring.returned(e.worker)
@@ -268,7 +268,7 @@ class Machine:
         elif not e.worker.lost:
             self.weights.phases.restarts.loaded(e.worker)
             self.restoring.loaded(e.worker)
-            self.sleeping.settle(e.worker)
+            self.holding.settle(e.worker)
 
     def _hello(self, e: ev.ClientHello) -> None:
         self.clients.hello(e)
@@ -282,7 +282,7 @@ class Machine:
 
     def _control(self, e: ev.ControlAsked) -> None:
         self.clients.spoke(e.link)
-        control(self.core, self.questions, self.sleeping, e)
+        control(self.core, self.questions, self.holding, e)
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)

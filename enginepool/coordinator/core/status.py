@@ -62,6 +62,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         halvings=group.halvings,
         no_worker=group.no_worker,
         asleep=sorted(group.holds.asleep.get(ALL, ())),
+        paused=group.holds.paused,
         workers=own + external + _lost(core, group),
         limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
     )

@@ -11,7 +11,7 @@ from enginepool.coordinator.core.group_holds import ALL
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
-from enginepool.coordinator.fleet.sleeping import SleepingEngines
+from enginepool.coordinator.fleet.holding import GroupHolding
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import Message, TaskId
 from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, MemoryTag, WorkerOutcome
@@ -20,7 +20,7 @@ from enginepool.protocol.messages.control import Command, Commanded, Control, Co
 _LISTED = 8
 
 
-def control(core: Context, fan_out: FanOut, sleeping: SleepingEngines, e: ev.ControlAsked) -> None:
+def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.ControlAsked) -> None:
     """Give the command to the workers that are ready. Needs no hello, like `status`."""
     message = e.message
     group = core.group_of(message.group)
@@ -29,13 +29,21 @@ def control(core: Context, fan_out: FanOut, sleeping: SleepingEngines, e: ev.Con
         return
     if fan_out.is_open(e.link, message.id) or _refused(core, group, e) or not fan_out.make_room(e.link, message.id):
         return
-    tags = frozenset[MemoryTag](message.tags or get_args(MemoryTag))
-    commands, unwritten = Commands(group, message), 0
-    if message.command == "sleep":
-        unwritten = sleeping.sleep(group, message.worker, tags)
-    elif message.command == "wake":
-        unwritten = sleeping.wake(group, message.worker, tags)
+    commands = Commands(group, message)
+    unwritten = _hold(holding, group, message)
     fan_out.begin(e.link, commands, commands.ready, e.now + core.config.timing.update_inspect_s, unwritten)
+
+
+def _hold(holding: GroupHolding, group: Group, asked: Control) -> int:
+    """Hold what the command stops, or let it go on. Returns the number of the `KeepHolds` that says so, or 0."""
+    tags = frozenset[MemoryTag](asked.tags or get_args(MemoryTag))
+    if asked.command == "sleep":
+        return holding.sleep(group, asked.worker, tags)
+    if asked.command == "wake":
+        return holding.wake(group, asked.worker, tags)
+    if asked.command == "pause":
+        return holding.pause(group)
+    return holding.resume(group) if asked.command == "resume" else 0
 
 
 def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
@@ -46,6 +54,9 @@ def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
         listed = f"{', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}" or "no worker"
         text = f"worker: {asked.worker!r} is not a worker of group {group.name!r}, which has {listed}"
         core.refuse(e.link, asked.id, "bad_request", text, field="worker")
+        return True
+    if asked.worker and asked.command in ("pause", "resume"):
+        core.refuse(e.link, asked.id, "bad_request", f"worker: {asked.command} is for all workers of a group", field="worker")
         return True
     update = core.update_of(group)
     if asked.command == "sleep" and update is not None:
@@ -72,21 +83,24 @@ class Commands:
         self._report = ControlReport(message.id, group.name, message.command, [])
         for worker in group.workers.values():
             if worker not in set(self.ready):
-                self._not_ready(worker.name, worker.stage)
+                self._not_ready(worker.name, worker.stage, works=worker.busy)
         for slot in group.slots:
             if slot.worker is None and slot.state is not SlotState.RETIRED:
                 stage = "starting" if slot.state is SlotState.UP else slot.state.value
                 self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF)
 
-    def _not_ready(self, name: str, stage: str, *, runs: bool = True) -> None:
-        """The outcome of a worker that is given no command. `runs`: its process may have memory."""
-        if self._message.worker not in (ALL, name):
+    def _not_ready(self, name: str, stage: str, *, runs: bool = True, works: bool = False) -> None:
+        """The outcome of a worker that is given no command. `runs`: its process may have memory. `works`: it has work."""
+        asked = self._message
+        if asked.worker not in (ALL, name):
             return
         row = WorkerOutcome(name, "pool_down", f"not ready: {stage}")
-        if self._message.command == "sleep" and runs:
-            row.message += "; it sleeps once it is"
-        elif self._message.command == "sleep":
+        if asked.command == "sleep" and not runs:
             row = WorkerOutcome(name, message="no process runs; it is started when it is woken")
+        elif asked.command == "sleep":
+            row.message += "; it sleeps once it is"
+        elif asked.command in ("pause", "resume") and not works:
+            row.code = ""  # that is true of it already, or will be
         self._report.workers.append(row)
 
     def ask(self, task: TaskId, worker: Worker) -> Message:

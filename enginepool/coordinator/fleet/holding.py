@@ -1,15 +1,19 @@
-"""Engines that sleep: parts of their memory are released until they are woken. Pure.
+"""Groups that are paused, and engines that sleep: parts of their memory are released until they are woken. Pure.
+
+A group that is paused starts no work: its requests wait in the queue, and their deadlines count. Its workers finish the batches
+that they have, which takes a moment. Its generations go back to the queue, as when one worker gives them up: they go on after
+their last token, and those whose callers want parts (`partial`) end with what they have.
 
 What is to sleep is a fact of the group, which the coordinator keeps on disk (`GroupHolds`). What sleeps is a fact of each
 worker, which its `ready` says. A worker of which one of the two is not empty is ASLEEP and gets no work. Where the two differ
 when a worker says `ready`, the worker is told again: it has been started since, or has missed a command with its link.
 
-While the whole group sleeps its requests wait in the queue, and their deadlines count. When one worker sleeps its requests go
-elsewhere. A worker that is put to sleep finishes the batches that it has, which takes a moment. Its generations go back to the
-queue: they go on after their last token.
+A group that sleeps starts no work either. When one worker sleeps its requests go elsewhere.
 
 A slot whose worker is to sleep starts no process: the publisher that put it to sleep uses the GPU.
 """
+
+from msgspec.structs import replace
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHolds, ToWorker
@@ -21,8 +25,8 @@ from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.protocol.messages.control import Command, CommandName, MemoryTag
 
 
-class SleepingEngines:
-    """Puts engines to sleep and wakes them."""
+class GroupHolding:
+    """Pauses groups, puts engines to sleep, and lets them go on."""
 
     def __init__(self, core: Context, fleet: WorkerRegistry) -> None:
         self.core = core
@@ -45,6 +49,17 @@ class SleepingEngines:
         Returns the number of the `KeepHolds` that says so, or 0.
         """
         return self._set(group, group.holds.without_sleep(worker, tags))
+
+    def pause(self, group: Group) -> int:
+        """No work starts from here on, and generations are taken back. Returns as `sleep`."""
+        number = self._set(group, replace(group.holds, paused=True))
+        for worker in list(group.workers.values()):
+            self.fleet.recall_streams(worker)
+        return number
+
+    def resume(self, group: Group) -> int:
+        """Work starts again, unless the group sleeps. Returns as `sleep`."""
+        return self._set(group, replace(group.holds, paused=False))
 
     def lost(self, worker: Worker) -> None:
         """A worker is lost. The name of an external one never comes back."""
