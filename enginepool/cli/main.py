@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from enginepool import __version__
+from enginepool.cli.abort import abort
 from enginepool.cli.chat import chat
 from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
@@ -54,6 +55,7 @@ app.command()(sleep)
 app.command()(wake)
 app.command()(pause)
 app.command()(resume)
+app.command()(abort)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 app.command()(worker)

@@ -82,6 +82,7 @@ class BlockingPool(StreamingFacade):
     wake = blocking(Pool.wake)
     pause = blocking(Pool.pause)
     resume = blocking(Pool.resume)
+    abort = blocking(Pool.abort)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
     restart = blocking(Pool.restart)

@@ -86,6 +86,19 @@ class ControlCalls:
         """
         return await self._command(Control(0, "resume", check_group(group)), timeout)
 
+    async def abort(self, group: str = "", *, timeout: float | None = 120.0) -> int:  # noqa: ASYNC109
+        """End all requests of a group, of all clients; needs the role `admin`. To end a call of its own, a program cancels it.
+
+        Generations that have tokens end as interrupted, with all of them. Every other call ends with RequestCancelled. Requests
+        that come later are served. Returns how many requests were ended.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            Forbidden: this client's role is not enough.
+            DeadlineExceeded: no answer within `timeout` seconds.
+        """
+        return (await self._command(Control(0, "abort", check_group(group)), timeout)).aborted
+
     async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
         return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]
 

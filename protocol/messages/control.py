@@ -6,15 +6,18 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 
-CommandName = Literal["flush", "sleep", "wake", "pause", "resume"]
+CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort"]
 #: a part of an engine's memory, by SGLang's names
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
 class Control(Message, tag="control"):
-    """Run `command` on all workers of `group`, or on `worker` alone; answered by `control_report`. flush: forget all prefixes
-    that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]: all parts). pause, resume:
-    start no work of the group, and take back its generations; start work again."""
+    """Run `command` on all workers of `group`, or on `worker` alone; answered by `control_report`.
+
+    flush: forget all prefixes that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]:
+    all parts). pause, resume: start no work of the group, and take back its generations; start work again. abort: end all
+    requests of the group, of all clients; no worker is asked.
+    """
 
     id: int
     command: CommandName
@@ -33,12 +36,13 @@ class WorkerOutcome(msgspec.Struct, omit_defaults=True):
 
 
 class ControlReport(Message, tag="control_report"):
-    """The answer to `control`: a row for each worker of the group, or for the named one."""
+    """The answer to `control`: a row for each worker of the group, or for the named one. `aborted`: requests that ended."""
 
     id: int
     group: str
     command: CommandName
     workers: list[WorkerOutcome] = []
+    aborted: int = 0
 
 
 class Command(Message, tag="command"):

@@ -12,6 +12,7 @@ from enginepool.protocol.basis import Message
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import FromClient, FromWorker
+from enginepool.protocol.messages.control import Control
 from enginepool.protocol.messages.weight_reports import InspectWeights
 from enginepool.protocol.messages.weights import MemoryRegion, Publish, Sent
 from enginepool.protocol.roles import FROM_CLIENT, INCLUDES, Role
@@ -71,6 +72,14 @@ def test_a_link_without_a_role_is_unauthorized_for_every_message() -> None:
 
 def to_coordinator(message: Message, peer: Peer, *frames: bytes) -> Any:
     return client_event(0, b"l", [encode_header(message), *frames], 1 << 20, peer)
+
+
+def test_to_abort_the_requests_of_others_is_an_operator_s() -> None:
+    with pytest.raises(WireError, match="command: abort needs the role admin; this link has: client, publisher") as refused:
+        to_coordinator(Control(1, "abort"), Peer(INCLUDES["publisher"]))
+    assert (refused.value.code, refused.value.field) == ("forbidden", "command")
+    to_coordinator(Control(1, "abort"), Peer(INCLUDES["admin"]))
+    to_coordinator(Control(1, "pause"), Peer(INCLUDES["publisher"]))
 
 
 def test_a_new_run_is_an_operator_s() -> None:

@@ -284,6 +284,25 @@ def test_a_group_is_resumed_and_still_sleeps_and_the_other_way_round() -> None:
     assert (refused.code, refused.field) == ("bad_request", "worker")
 
 
+def test_all_requests_of_a_group_end_with_what_they_have() -> None:
+    pool = GeneratingPool()
+    link = pool.worker("w", can=GENERATING)
+    client = pool.client()
+    pool.submit(client, 1, generate(3))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [7, 8], ""))
+    say(pool, "pause")
+    pool.submit(client, 2, generate(4))
+    ended = say(pool, "abort", id=2)
+    message, tokens = outputs(ended)[1]
+    assert (message.ended[0].reason, tokens) == ("interrupted", [[7, 8]])
+    assert failures(ended)[2].code == "cancelled"
+    [report] = [one.message for one in ended if isinstance(one.message, ControlReport)]
+    assert (report.command, report.aborted, report.workers) == ("abort", 2, [])
+    say(pool, "resume", id=3)
+    assert pool.tasks(pool.submit(client, 3, generate(3))), "what comes later is served"
+
+
 # --- weights ------------------------------------------------------------------------------------------------------------
 
 

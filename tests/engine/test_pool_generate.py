@@ -241,6 +241,9 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
                 chunks = [aiter(stream) for stream in streams]
                 for begun in chunks:
                     await anext(begun)
+                assert [row.code for row in (await pool.pause()).workers] == ["", ""]
+                assert (await pool.status()).groups[0].running == 0
+                await pool.resume()
                 report = await pool.sleep()
                 assert [row.code for row in report.workers] == ["", ""], report
                 status = (await pool.status()).groups[0]

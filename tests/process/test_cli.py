@@ -59,6 +59,7 @@ def test_every_command_has_help_with_examples() -> None:
         "wake",
         "pause",
         "resume",
+        "abort",
         "tiny-model",
         "worker",
         "weights",

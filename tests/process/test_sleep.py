@@ -1,4 +1,4 @@
-"""Sleep and wake with whole pools of sim workers under load: no request is lost, also when processes die meanwhile.
+"""Sleep, pause and abort with whole pools of sim workers under load: no request is lost, also when processes die meanwhile.
 
 The sim engine ends when it is given work while it sleeps, and when it releases memory twice. Its weights are lost with their
 memory, as on a GPU without a copy on the host.
@@ -7,14 +7,18 @@ memory, as on a GPU without a copy on the host.
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from enginepool.errors import BadRequest
+from enginepool import Pool
+from enginepool.errors import BadRequest, Interrupted, RequestCancelled
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.messages.control import ControlReport
 from tests.process.commands import call
-from tests.process.daemons import PATIENCE_S
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
+from tests.process.processes import Processes
 from tests.process.scenes import Play, Stage, arena, play
 
 __all__ = ["arena", "play"]
@@ -27,7 +31,7 @@ def done(report: ControlReport) -> bool:
 
 
 async def status(stage: Stage) -> GroupStatus:
-    return (await stage.pool.status()).groups[0]
+    return await status_of(stage.pool)
 
 
 def test_sleep_wake_weights_update_wake_the_cache_and_answer(play: Play) -> None:
@@ -128,3 +132,34 @@ def test_a_successor_of_the_coordinator_keeps_the_group_asleep(play: Play) -> No
         await stage.load.more(10)
 
     play(scene, sleep_loses_weights=True)
+
+
+def test_the_requests_of_a_group_end_with_what_they_have(processes: Processes, tmp_path: Path) -> None:
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, workers=1, generates=True, options={"forward_s": 0.01, "end_every": 0}))
+
+    async def main() -> None:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
+            await pool.ready()
+            begun = pool.stream([1, 2], max_new_tokens=10_000)
+            chunks = aiter(begun)
+            await anext(chunks)
+            report = await pool.pause()
+            assert [row.code for row in report.workers] == [""]
+            waits = asyncio.ensure_future(pool.generate([3, 4], max_new_tokens=5))
+            while (await status_of(pool)).queued < 2:
+                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(call, "abort", "g", "--connect", daemon.address) == (0, "2 requests ended\n", "")
+            with pytest.raises(Interrupted) as ended:
+                await begun.result()
+            assert 0 < len(ended.value.generations[0][0].token_ids) < 10_000
+            with pytest.raises(RequestCancelled, match="all requests of group 'g' were aborted"):
+                await waits
+            assert await pool.abort() == 0
+            await pool.resume()
+            assert len((await pool.generate([3, 4], max_new_tokens=5))[0][0].token_ids) == 5
+
+    asyncio.run(main())
+
+
+async def status_of(pool: Pool) -> GroupStatus:
+    return (await pool.status()).groups[0]

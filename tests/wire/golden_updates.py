@@ -131,6 +131,7 @@ def _from_client() -> list[Valid]:
         ),
         Valid("control-pause", way, "pause", {"type": "control", "id": 8, "command": "pause", "group": "policy"}),
         Valid("control-resume", way, "resume", {"type": "control", "id": 9, "command": "resume", "group": "policy"}),
+        Valid("control-abort", way, "abort", {"type": "control", "id": 10, "command": "abort", "group": "policy"}),
         Valid("control-wake", way, "wake", {"type": "control", "id": 7, "command": "wake", "group": "policy"}),
         Valid(
             "weights-question-tensor",
@@ -156,6 +157,12 @@ def _to_client() -> list[Valid]:
         ),
         Valid("published", way, "version 4 is committed", {"type": "published", "id": 9, "version": 4, "record": RECORD}),
         Valid("weights-wanted", way, "committed weights are lost", {"type": "weights_needed", "group": "policy", "version": 4}),
+        Valid(
+            "control-report-abort",
+            way,
+            "how many requests were ended",
+            {"type": "control_report", "id": 10, "group": "policy", "command": "abort", "aborted": 3},
+        ),
         Valid(
             "control-report",
             way,

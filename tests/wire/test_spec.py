@@ -185,7 +185,7 @@ def test_the_table_of_roles_has_every_message_of_a_client() -> None:
         for message in re.findall(r"`(\w+)`", row[0])
     }
     assert need.pop("new_run") == "admin"
-    assert need | {"publish": "publisher"} == FROM_CLIENT
+    assert need | {"publish": "publisher", "control": "publisher"} == FROM_CLIENT
 
 
 def test_the_pseudo_code_of_a_client_names_what_the_plain_client_does() -> None:

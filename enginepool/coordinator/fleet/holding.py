@@ -22,6 +22,7 @@ from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.transitions import set_holds
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.requests.exact_version import end_with_tokens
 from enginepool.protocol.messages.control import Command, CommandName, MemoryTag
 
 
@@ -60,6 +61,15 @@ class GroupHolding:
     def resume(self, group: Group) -> int:
         """Work starts again, unless the group sleeps. Returns as `sleep`."""
         return self._set(group, replace(group.holds, paused=False))
+
+    def abort(self, group: Group) -> int:
+        """End all requests of a group: generations with their tokens, the others as cancelled. Returns how many."""
+        requests, ended = self.fleet.requests, list(group.live)
+        for request in ended:
+            if not end_with_tokens(requests, request):
+                requests.fail(request, "cancelled", f"all requests of group {group.name!r} were aborted")
+        self.core.wake(group)
+        return len(ended)
 
     def lost(self, worker: Worker) -> None:
         """A worker is lost. The name of an external one never comes back."""

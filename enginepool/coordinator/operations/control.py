@@ -5,6 +5,7 @@ from typing import get_args
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_holds import ALL
@@ -28,6 +29,10 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
         core.unknown_group(e.link, message.id, message.group)
         return
     if fan_out.is_open(e.link, message.id) or _refused(core, group, e) or not fan_out.make_room(e.link, message.id):
+        return
+    if message.command == "abort":
+        report = ControlReport(message.id, group.name, message.command, aborted=holding.abort(group))
+        core.effects.append(ToClient(e.link, report))
         return
     commands = Commands(group, message)
     unwritten = _hold(holding, group, message)
@@ -55,8 +60,8 @@ def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
         text = f"worker: {asked.worker!r} is not a worker of group {group.name!r}, which has {listed}"
         core.refuse(e.link, asked.id, "bad_request", text, field="worker")
         return True
-    if asked.worker and asked.command in ("pause", "resume"):
-        core.refuse(e.link, asked.id, "bad_request", f"worker: {asked.command} is for all workers of a group", field="worker")
+    if asked.worker and asked.command in ("pause", "resume", "abort"):
+        core.refuse(e.link, asked.id, "bad_request", f"worker: {asked.command} is for a whole group", field="worker")
         return True
     update = core.update_of(group)
     if asked.command == "sleep" and update is not None:

@@ -23,17 +23,23 @@ def end_passed(requests: StreamRequests, group: Group) -> None:
     for request in group.exact.before(group.version):
         version = request.exact_version
         assert version is not None and request.state != DONE, request
-        if not _has_begun(request):
+        if not end_with_tokens(requests, request):
             requests.fail(request, "version_passed", passed(version, group), field="version", limit=str(group.version))
-            continue
-        state, work = request.generation, request.work
-        assert state is not None and isinstance(work, GenerateWork)
-        for start, end in state.unfinished(0, work.rows):
-            for place in range(start, end):
-                end_early(work, state, place)
-        if work.stream:
-            flush(requests.core, request)
-        answer(requests, request)
+
+
+def end_with_tokens(requests: StreamRequests, request: Request) -> bool:
+    """End a request that has generated tokens as `interrupted`, with all of them. False: it has none, and goes on."""
+    if not _has_begun(request):
+        return False
+    state, work = request.generation, request.work
+    assert state is not None and isinstance(work, GenerateWork)
+    for start, end in state.unfinished(0, work.rows):
+        for place in range(start, end):
+            end_early(work, state, place)
+    if work.stream:
+        flush(requests.core, request)
+    answer(requests, request)
+    return True
 
 
 def _has_begun(request: Request) -> bool:

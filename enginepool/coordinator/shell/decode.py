@@ -73,6 +73,8 @@ def client_event(
     peer.may_send(message, FROM_CLIENT)
     if type(message) is m.Publish and message.new_run:
         peer.need("admin", "new_run", "true")
+    elif type(message) is m.Control and message.command == "abort":
+        peer.need("admin", "command", "abort")
     elif type(message) is m.Sent:
         check_regions(message.regions, pid())
     return make(now, link, message, frames[1:])
