@@ -28,6 +28,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     each row counts there as `forward_row_tokens` tokens more. `prompt_tokens`: of the prompts that it began to continue;
     `cached_tokens`: of them, those that its engine had in its prefix cache. `batches` and `tokens` are of rows and sequences;
     `sequences`: those that it generates now. `asleep`: released parts of its engine's memory.
+    `engine`, `device`, `dtype`, `parallel`: as in `capabilities`, once it is loaded.
     """
 
     name: str
@@ -49,6 +50,10 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     sequences: int = 0
     asleep: list[str] = []
+    engine: str = ""
+    device: str = ""
+    dtype: str = ""
+    parallel: tuple[int, int, int, int] = (1, 1, 1, 1)
 
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):

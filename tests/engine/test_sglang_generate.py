@@ -91,6 +91,7 @@ def assert_greedy(reference: Reference, prompt: Sequence[int], found: Continued)
 def test_an_engine_that_generates_says_what_it_runs_at_once(generating: HostedEngine) -> None:
     can = declared(generating)
     assert (can.kind, can.operations, can.pace) == ("causal", ("generate",), 0)
+    assert (can.dtype, can.parallel, can.device) == ("float32", (1, 1, 1, 1), "cpu")
     # The oldest version restricts tokens on GPUs alone.
     assert set(can.features) == {"stop_text", "logit_processors"} | (set() if OLDEST else {"grammar"})
     assert (can.inflight_rows, can.inflight_tokens) == (64, 8192)

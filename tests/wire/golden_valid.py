@@ -587,6 +587,10 @@ def _to_client() -> list[Valid]:
                                 "stage": "ready",
                                 "pace": 9000,
                                 "forward_row_tokens": 180,
+                                "engine": "sglang 0.5.23",
+                                "device": "cuda",
+                                "dtype": "bfloat16",
+                                "parallel": [2, 1, 1, 1],
                             }
                         ],
                     }
@@ -660,6 +664,13 @@ def _from_worker() -> list[Valid]:
             way,
             "a causal model; fields with defaults left out",
             {"type": "ready", "capabilities": CAUSAL},
+            exact=False,
+        ),
+        Valid(
+            "ready-parallel",
+            way,
+            "an engine on eight GPUs",
+            {"type": "ready", "capabilities": {**CAUSAL, "dtype": "bfloat16", "parallel": [8, 1, 2, 4]}},
             exact=False,
         ),
         Valid(

@@ -1,6 +1,7 @@
 """The status report: what the pool is doing, read off the machine's state."""
 
 from math import inf
+from typing import Any
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import StatusAsked
@@ -96,7 +97,14 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         pace=worker.pace.tokens if worker.pace is not None else 0,
         forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,
         asleep=sorted(worker.asleep),
+        **_engine(worker),
     )
+
+
+def _engine(worker: Worker) -> dict[str, Any]:
+    """What it says of its engine, once it is loaded."""
+    can = worker.capabilities
+    return {} if can is None else {"engine": can.engine, "device": can.device, "dtype": can.dtype, "parallel": can.parallel}
 
 
 def _lost(core: Context, group: Group) -> list[WorkerStatus]:

@@ -12,10 +12,10 @@ from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
-#: Sizes that a worker can embed in, and characters of its operations, or features. Each status report and some errors have all
-#: of them.
+#: Sizes that a worker can embed in, and characters of its operations, of its features, or of what it says of its engine. Each
+#: status report and some errors have all of them.
 MAX_NAMES = 1024
-#: Layers, and experts of a token.
+#: Layers, experts of a token, and ranks of an engine.
 MAX_EXPERTS = 1 << 16
 #: Tokens of a context. The lengths of prompts with media, which only a worker knows, are at most that, and the sum over all
 #: prompts is in answers and in status reports, which have room for 64 bits.
@@ -44,6 +44,8 @@ def impossible(can: Capabilities) -> str:
         and _possible_sequences(can)
         and 0 < sum(map(len, can.operations)) <= MAX_NAMES
         and sum(map(len, can.features)) + len(can.features) <= MAX_NAMES
+        and len(can.engine) + len(can.device) + len(can.dtype) <= MAX_NAMES
+        and 0 < min(can.parallel) <= max(can.parallel) <= MAX_EXPERTS
         and len(can.dimensions) <= MAX_NAMES
         and len(can.adapters) <= MAX_ADAPTERS
         and all(0 < len(name) <= MAX_ADAPTER_NAME for name in can.adapters)
@@ -66,7 +68,7 @@ def _possible_sequences(can: Capabilities) -> bool:
 #: capabilities that all workers of a group share
 _MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
 #: capabilities in which also workers of one class may differ; they share all others
-_OWN = ("model", "engine", "device", "pace", "forward_ms", "halvings", "reserved")
+_OWN = ("model", "engine", "device", "dtype", "parallel", "pace", "forward_ms", "halvings", "reserved")
 _CLASS = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
 
 

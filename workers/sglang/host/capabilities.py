@@ -67,6 +67,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         model=name,
         engine=f"sglang {version}",
         device=settings.device,
+        **_built(tm, running),
         text=tokenizer is not None,
         features=features,
         max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
@@ -75,6 +76,12 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         reserved=reserved(running, bounds.context, tm.context_len),
         **asdict(replace(bounds, context=min(bounds.context, positions(config))) if crossing else bounds),
     )
+
+
+def _built(tm: Any, running: Running) -> dict[str, Any]:
+    """How the model lies in the engine's processes."""
+    sizes = (running.settings.get(f"{kind}_size") or 1 for kind in ("tp", "pp", "dp", "ep"))
+    return {"dtype": str(tm.model_config.dtype).removeprefix("torch."), "parallel": tuple(sizes)}
 
 
 def adapters_of(tm: Any) -> dict[str, Any]:
@@ -105,6 +112,7 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
         model=name,
         engine=f"sglang {version}",
         device=settings.device,
+        **_built(tm, running),
         text=text,
         features=features,
         hidden=hidden_of(running.settings, tm.model_config.hidden_size),
