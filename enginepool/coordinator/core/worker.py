@@ -47,11 +47,9 @@ class Worker:
         self.joined = now
         self.state = WorkerState.NOT_READY
         #: what its process does, in its own words
-        self.stage = "starting"
-        self.detail = ""
-        #: when the stage began
-        self.since = now
-        self.heard = now
+        self.stage, self.detail = "starting", ""
+        #: when the stage began, and when it was heard last
+        self.since = self.heard = now
         #: what it said it can do, and how much of that it is given; None before it was ready
         self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
