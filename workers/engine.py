@@ -178,6 +178,9 @@ class NewTokens(NamedTuple):
     routed_experts: npt.NDArray[np.int16] | None = None
 
 
+#: What a pause does with running sequences. in_place: they keep their KV. retract: the engine takes them back into its own
+#: queue, and their KV is freed and computed again when they go on.
+PauseMode = Literal["in_place", "retract"]
 #: Called by `generate` with new tokens, at most once for each sequence and step of the engine.
 Emit = Callable[[NewTokens], None]
 #: The frames that answer a part, by name: float32 or, of token ids, int32, with a row for each of its rows. The operation says
@@ -228,6 +231,24 @@ class Engine(Protocol):
         When this call is cancelled, the engine drops the task within one step, and the call ends once it has. Raises
         EngineError when the task is refused or failed, EngineDied when the engine is lost.
         """
+        ...
+
+    def check_pause(self, mode: PauseMode) -> None:
+        """Raise EngineError, with the reason in one line, where this engine cannot be paused so."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two steps. Once this returns, all tokens that were computed have gone to `emit`, and nothing is computed
+        until `resume`, across any number of `load_weights`.
+
+        Prompts that are given meanwhile wait. A `generate` that is cancelled meanwhile may end only with the first step after
+        `resume`; where its sequences wait, at once. A paused engine may be paused again: `retract` after `in_place` frees the
+        KV. Raises EngineError as `check_pause`, and nothing has changed; EngineDied.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`; nothing where the engine is not paused."""
         ...
 
     def report_prefixes(self, report: PrefixReport) -> None:

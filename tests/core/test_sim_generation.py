@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.protocol.messages import Part, Sampling
-from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens, RowBatch, RowPart, TaskMedium
+from enginepool.workers.engine import (
+    EngineDied,
+    EngineError,
+    GenerationTask,
+    NewTokens,
+    PauseMode,
+    RowBatch,
+    RowPart,
+    TaskMedium,
+)
+from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.tokens import END, expected_output, next_token
@@ -211,6 +221,52 @@ def test_a_prompt_and_what_was_generated_after_it_are_found_in_the_cache_until_i
 
     asyncio.run(main())
     assert [each.cached for each in heard] == [[0], [80], [16], [0]]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_paused_engine_emits_nothing_and_goes_on_where_it_was(mode: PauseMode) -> None:
+    async def main() -> None:
+        one, heard = engine(inflight_rows=2), [Heard() for _ in range(3)]
+        work = [asyncio.create_task(one.generate(task([i], max_new_tokens=50, ignore_eos=True), heard[i])) for i in range(3)]
+        await until(heard[1], 10)
+        await one.pause(mode)
+        counts = [each.count for each in heard]
+        work.append(asyncio.create_task(one.generate(task([3], max_new_tokens=1), late := Heard())))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [each.count for each in heard] == counts and not late.count
+        await one.resume()
+        await asyncio.gather(*work)
+        for i, each in enumerate(heard):
+            assert each.tokens[0] == expected_output([i], Sampling(max_new_tokens=50, ignore_eos=True), vocab=VOCAB)[0]
+            assert each.cached == [0]
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_paused_until_all_who_wanted_that_let_it_go_on() -> None:
+    async def main() -> None:
+        one, heard = engine(), Heard()
+        pauses = EnginePauses(one)
+        await pauses.pause("weights", "in_place")
+        await pauses.pause("command", "retract")
+        work = asyncio.create_task(one.generate(task([1], max_new_tokens=5, ignore_eos=True), heard))
+        await pauses.resume("weights")
+        await pauses.resume("weights")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not heard.count
+        await pauses.resume("command")
+        await work
+        assert heard.count == 5
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_scores_is_not_paused() -> None:
+    one = SimEngine(EngineSettings(model="m"))
+    with pytest.raises(EngineError, match=r"^pause in_place: this engine runs score"):
+        one.check_pause("in_place")
 
 
 def test_it_is_not_flushed_while_a_task_is_inside() -> None:

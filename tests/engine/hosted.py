@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,7 @@ import psutil
 from bench.processes import free_port
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Tokenize
-from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, RowBatch
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, GenerationTask, NewTokens, PauseMode, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.host.engine import SglangEngine
@@ -255,6 +256,42 @@ class _Host:
         assert work.cancelled()
         engine: Any = self._engine
         return count, len(engine._tm.rid_to_state)
+
+    async def pause(
+        self, tasks: tuple[GenerationTask, ...], after: int, mode: PauseMode, loads: tuple[tuple[Any, ...], ...] = ()
+    ) -> tuple[list[list[NewTokens]], list[list[int]]]:
+        """What tasks emit, all of them at once, and how many tokens each had emitted in each pause.
+
+        A pause begins once each has emitted `after` more. `loads`: arguments of `load_weights`, one in each pause; without them
+        there is one pause.
+        """
+        emitted: list[list[NewTokens]] = [[] for _ in tasks]
+        moved = asyncio.Event()
+
+        def emit(number: int, new: NewTokens) -> None:
+            emitted[number].append(new)
+            moved.set()
+
+        def counts() -> list[int]:
+            return [sum(len(new.tokens) for new in one) for one in emitted]
+
+        work = [asyncio.create_task(self._engine.generate(task, partial(emit, i))) for i, task in enumerate(tasks)]
+        pauses: list[list[int]] = []
+        for load in loads or (None,):
+            least = [count + after for count in (pauses[-1] if pauses else [0] * len(tasks))]
+            while not all(count >= one for count, one in zip(counts(), least, strict=True)):
+                moved.clear()
+                await moved.wait()
+            await self._engine.pause(mode)
+            pauses.append(counts())
+            if load is not None:
+                await self._engine.weights.load_weights(*load)
+            for _ in range(3):
+                await self._engine.weights.confirm()
+            assert counts() == pauses[-1], "tokens in a pause"
+            await self._engine.resume()
+        await asyncio.gather(*work)
+        return emitted, pauses
 
     async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""

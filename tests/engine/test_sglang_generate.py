@@ -385,6 +385,20 @@ def test_after_new_weights_tokens_are_those_of_the_new_ones_and_nothing_of_the_o
 
 
 @pytest.mark.every_version
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(
+    generating: HostedEngine, reference: Reference, mode: str
+) -> None:
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=40) for prompt in PROMPTS)
+    emitted, [counts] = generating.call("pause", tasks, 5, mode)
+    assert all(5 <= count < 40 for count in counts)
+    for prompt, one_of_them in zip(PROMPTS, emitted, strict=True):
+        found = Continued(one_of_them)
+        assert len(found.tokens) == 40
+        assert_greedy(reference, prompt, found)
+
+
+@pytest.mark.every_version
 def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weights_arrive_in_between(
     generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
 ) -> None:
@@ -427,6 +441,8 @@ def test_masks_and_schedules_hold_where_forwards_overlap(models: Models, referen
         engine = HostedEngine(str(models.causal), operations=("generate",), options=options).wait_until_started()
         test_greedy_tokens_under_a_mask_are_the_likeliest_of_those_that_it_allows(engine, reference)
         test_a_temperature_follows_its_schedule_by_the_position_in_the_output(engine, reference)
+        test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "in_place")
+        test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "retract")
         engine.end()
 
 

@@ -17,7 +17,16 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import IMAGE_IDS
 from enginepool.protocol.messages import Capabilities, MediumKind
 from enginepool.protocol.messages.control import MemoryTag
-from enginepool.workers.engine import BatchOutcome, Emit, EngineDied, EngineError, GenerationTask, Report, RowBatch
+from enginepool.workers.engine import (
+    BatchOutcome,
+    Emit,
+    EngineDied,
+    EngineError,
+    GenerationTask,
+    PauseMode,
+    Report,
+    RowBatch,
+)
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.forward_time import forward_ms, pace
@@ -221,6 +230,24 @@ class SimEngine:
         if task.routed_experts and not self.options.experts[0]:
             raise EngineError("routed_experts: options.experts is [0, 0]")
         await self._generator.generate(task, emit)
+
+    def check_pause(self, mode: PauseMode) -> None:
+        """Raise EngineError where it does not generate."""
+        if self._generator is None:
+            raise EngineError(f"pause {mode}: this engine runs {', '.join(self._capabilities.operations)}")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop after the running step. Raises EngineError: it does not generate."""
+        self._must_live()
+        self.check_pause(mode)
+        assert self._generator is not None
+        await self._generator.pause(mode)
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._must_live()
+        if self._generator is not None:
+            self._generator.resume()
 
     def _weights_now(self) -> Weights:
         return Weights(self.options.seed, self.weights.version, self.weights.digest)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.prefix_blocks import BLOCK as KV_BLOCK
-from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
+from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, PauseMode, TaskMedium
 from enginepool.workers.sim.faults import faults_of_step, faults_of_task
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions
@@ -82,6 +82,10 @@ class SimGenerator:
         #: a caller has gone since the last step
         self._dropped = False
         self._loop: asyncio.Task[None] | None = None
+        #: held for each step; clear while the engine is paused
+        self._stepping = asyncio.Lock()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
 
     @property
     def busy(self) -> bool:
@@ -104,12 +108,28 @@ class SimGenerator:
                 await entry.left
             raise
 
+    async def pause(self, mode: PauseMode) -> None:
+        """As `Engine.pause`."""
+        self._unpaused.clear()
+        async with self._stepping:
+            if mode == "retract":
+                for entry, i in self._running:
+                    heapq.heappush(self._waiting, (-entry.task.priority, entry.number, i, entry))
+                self._running = []
+
+    def resume(self) -> None:
+        """As `Engine.resume`."""
+        self._unpaused.set()
+
     async def _run(self) -> None:
         try:
             while self._waiting or self._running:
+                await self._unpaused.wait()
                 await self._turns.take(None)
                 try:
-                    await self._step()
+                    async with self._stepping:
+                        if self._unpaused.is_set():
+                            await self._step()
                 finally:
                     self._turns.pass_on()
         except (Exception, asyncio.CancelledError) as error:  # it died, or this process ends: all callers hear of it
@@ -161,6 +181,9 @@ class SimGenerator:
             if i not in entry.sequences:
                 continue  # its task has failed
             self._running.append((entry, i))
+            if entry.output[i]:
+                tokens += len(entry.prompt) // 4 + len(entry.output[i])  # it was retracted
+                continue
             if i:
                 continue  # its prompt is computed once
             weights = self._weights()

@@ -25,6 +25,7 @@ from enginepool.workers.sglang.generate.media import (
     refuse_untaken,
 )
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
+from enginepool.workers.sglang.generate.pausing import EnginePausing
 from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
 from enginepool.workers.sglang.generate.settings import prefill_tokens
@@ -64,6 +65,7 @@ class EngineGeneration:
         if self._tm.mm_processor is not None:
             check_expanded(self._tm.mm_processor, capabilities.longest_sequence)
         settings = running.settings
+        self.pausing = EnginePausing(tokenizer_manager, requests, settings)
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
         pinned = [name for name, adapter in adapters.items() if adapter.pinned]

@@ -22,6 +22,7 @@ from enginepool.workers.engine import (
     EngineError,
     EngineUnusable,
     GenerationTask,
+    PauseMode,
     Report,
     RowBatch,
 )
@@ -264,6 +265,27 @@ class SglangEngine:
                     await self._end.unless_over(asyncio.wait({work}))
                 finally:
                     work.cancel()  # nothing where it is done; else the engine is gone, or the caller waits no longer
+
+    def check_pause(self, mode: PauseMode) -> None:
+        """Raise EngineError where it cannot be paused so."""
+        self._generating().pausing.check(mode)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two steps; all that SGLang computed before has gone to `emit`. Raises EngineError, EngineDied."""
+        await self._end.unless_over(self._generating().pausing.pause(mode))
+        # The schedulers answer in order: what they sent before has been read.
+        await self.weights.confirm()
+
+    async def resume(self) -> None:
+        """Go on; nothing where it is not paused."""
+        await self._end.unless_over(self._generating().pausing.resume())
+
+    def _generating(self) -> EngineGeneration:
+        """Raises EngineError: it does not generate."""
+        self._serving()
+        if self._generation is None:
+            raise EngineError("pause: this engine does not generate")
+        return self._generation
 
     def report_prefixes(self, report: PrefixReport) -> None:
         """Tell `report` what SGLang's radix cache has, where SGLang publishes KV events."""

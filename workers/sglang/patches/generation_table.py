@@ -1,6 +1,17 @@
 """The part of `table.py` that is about generation."""
 
-from enginepool.workers.sglang.patches.modules import ADAPTERS, BATCH, CAPTURER, MEDIA, MODEL, PROCESSORS, REQUESTS, TOKENIZER
+from enginepool.workers.sglang.patches.modules import (
+    ADAPTERS,
+    BATCH,
+    CAPTURER,
+    CHANNELS,
+    MEDIA,
+    MODEL,
+    PROCESSORS,
+    REQUESTS,
+    SCHEDULER,
+    TOKENIZER,
+)
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
 
@@ -56,6 +67,31 @@ OF_GENERATION: tuple[Private, ...] = (
         ("DisallowedTokensLogitsProcessor.__call__", "called", "a mask of tokens", "self, logits, custom_param_list"),
     ),
     *_private("generate/logit_processor.py", BATCH, ("Req.decode_batch_idx output_ids", "read", "the position of a token")),
+    *_private(
+        "generate/pausing.py", TOKENIZER,
+        ("TokenizerManager.pause_generation continue_generation", "called", "pauses", "self, obj"),
+    ),
+    *_private(
+        "generate/pausing.py", REQUESTS,
+        ("PauseGenerationReqInput", "called", "pauses"),
+        ("ContinueGenerationReqInput", "called", "the end of a pause"),
+    ),
+    *_private(
+        "patches/pausing.py", SCHEDULER,
+        ("Scheduler.pause_generation", "replaced", "a pause is between two steps", "self, recv_req"),
+        ("Scheduler.process_batch_result", "replaced", "a pause is between two steps", "self, batch, result"),
+        ("Scheduler.enable_overlap last_batch result_queue", "read", "the forward that was launched last"),
+    ),
+    *_private("patches/pausing.py", REQUESTS, ("PauseGenerationReqInput.mode", "read", "how it pauses")),
+    *_private(
+        "patches/pausing.py", CHANNELS,
+        (
+            "SchedulerIpcChannels.create", "replaced", "tokens and answers leave in order",
+            "port_args, is_rank_zero, skip_tokenizer_init, metrics_enabled, enable_scripted_runtime",
+        ),
+        ("SchedulerIpcChannels.send_to_detokenizer", "replaced", "tokens and answers leave in order"),
+        ("SchedulerIpcChannels.send_to_tokenizer", "read", "tokens and answers leave in order"),
+    ),
     *_private(
         "patches/scheduler.py", CAPTURER,
         (

@@ -2,6 +2,7 @@
 
 ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler"
+CHANNELS = "sglang.srt.managers.scheduler_components.ipc_channels"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

@@ -297,6 +297,10 @@ class ModelWeights:
 
     # --- questions ------------------------------------------------------------------------------------------------------
 
+    def do_confirm(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """All that was asked before is done."""
+        return {}
+
     def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """The digest of the weights in the model, tensor by tensor; and why it is not that of what was sent."""
         why, absent = f"the load of this model computes: {self._plain}", list[str]()

@@ -227,6 +227,10 @@ class SglangWeights:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
         return [ticket | {"do": "load", "regions": regions} for regions in self._of_each_rank(weights)]
 
+    async def confirm(self) -> None:
+        """Return once the schedulers have carried out all that they were sent before. Raises EngineError, EngineDied."""
+        _raise_first(await self._ask({"do": "confirm"}))
+
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
         if what == "digest":
