@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +114,12 @@ class EngineWeights(Protocol):
         """Release the memory of all regions, and forget a prepared load. Raises EngineError."""
         ...
 
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
-        """Run on these weights from now on; called while the engine is empty.
+    async def load_weights(
+        self, weights: NewWeights, version: int, digest: str, running: Literal["in_place", "retract"] | None = None
+    ) -> LoadTimes:
+        """Run on these weights from now on; called while the engine is empty, or, with `running`, while it is paused so.
+
+        What it keeps of prompts serves no prompt that it computes from now on, except, `in_place`, the sequences that run.
 
         Raises EngineError when the old weights are whole and stay, EngineDied when the loaded weights are unknown, also when
         a region lost its seal meanwhile.

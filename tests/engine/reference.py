@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from enginepool.workers import cpu_bridge
 
+Floats2 = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
 
 @dataclass(frozen=True)
 class Models:
@@ -63,9 +65,7 @@ class Reference:
                 return self._reward(self._torch.tensor([row])).logits[0].double().numpy()
             return self._causal(self._torch.tensor([row])).logits[0, -1].double()[list(labels)].numpy()
 
-    def following(
-        self, row: Sequence[int], tokens: Sequence[int], allowed: Sequence[int] = ()
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def following(self, row: Sequence[int], tokens: Sequence[int], allowed: Sequence[int] = ()) -> Floats2:
         """Of each token after `row`: how far its logit is below the largest one, and its log-probability. `allowed`: as if
         there were no other tokens."""
         with self._torch.no_grad():
@@ -76,6 +76,23 @@ class Reference:
         chosen = self._torch.tensor(list(tokens))[:, None]
         logprobs = self._torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
         return (logits.max(dim=-1).values - logits.gather(1, chosen)[:, 0]).numpy(), logprobs.numpy()
+
+    def across(self, row: Sequence[int], spans: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> Floats2:
+        """As `following`, where the weights changed after each span of tokens, and the keys and values so far were kept."""
+        below: list[Any] = []
+        logprobs: list[Any] = []
+        kept: Any = None
+        pending = list(row)
+        for weights, tokens in spans:
+            with self.holding(weights), self._torch.no_grad():
+                ids = [*pending, *tokens[:-1]]
+                found = self._causal(self._torch.tensor([ids]), past_key_values=kept, use_cache=True)
+            kept, logits = found.past_key_values, found.logits[0, len(pending) - 1 :].double()
+            chosen = self._torch.tensor(list(tokens))[:, None]
+            logprobs.append(self._torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0].numpy())
+            below.append((logits.max(dim=-1).values - logits.gather(1, chosen)[:, 0]).numpy())
+            pending = [tokens[-1]]
+        return np.concatenate(below), np.concatenate(logprobs)
 
     def greedy(self, row: Sequence[int], count: int) -> list[int]:
         """The likeliest tokens after `row`, each after those before it."""

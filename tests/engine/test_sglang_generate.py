@@ -424,6 +424,64 @@ def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weight
     assert again.cached == [0], "what sleeps keeps no prefixes"
 
 
+Spans = list[tuple[dict[str, Any], list[int]]]
+#: New weights come three times while sequences run, each time once all of them have five more tokens.
+LENGTH, APART, TIMES = 60, 5, 3
+
+
+def across_updates(
+    engine: HostedEngine, subject: Subject, reference: Reference, mode: str
+) -> Iterator[tuple[Sequence[int], Spans, list[float]]]:
+    """For each sequence its prompt, the weights and the tokens of each span, and the logprobs of all of them."""
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=LENGTH) for prompt in PROMPTS)
+    given = [subject.drawn(seed) for seed in range(10, 10 + TIMES)]
+    loads = tuple((one.weights, 10 + i, one.digest, mode) for i, one in enumerate(given))
+    emitted, pauses = engine.call("pause", tasks, APART, mode, loads)
+    # Nothing that is asked for now finds keys and values of other weights; only what was asked for now.
+    again = [run(engine, *tasks) for _ in range(2)]
+    with reference.holding(given[-1].tensors):
+        for prompt, [first], [second] in zip(PROMPTS, *again, strict=True):
+            assert_greedy(reference, prompt, first)
+            assert_greedy(reference, prompt, second)
+            assert mode == "retract" or first.cached == [0]
+            assert second.cached == [len(prompt) - 1]
+    own = Given(subject.directory, subject.own)
+    subject.load_weights(own.weights, 20, own.digest)
+    for number, prompt in enumerate(PROMPTS):
+        found = Continued(emitted[number])
+        ends = [*(counts[number] for counts in pauses), LENGTH]
+        assert ends == sorted(set(ends)) and len(found.tokens) == LENGTH
+        weights = [subject.own, *(one.tensors for one in given)]
+        spans = [(one, found.tokens[a:b]) for one, a, b in zip(weights, [0, *ends], ends, strict=False)]
+        yield prompt, spans, found.logprobs
+
+
+@pytest.mark.every_version
+def test_sequences_go_on_under_new_weights_over_keys_and_values_of_the_old_ones(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject = Subject(generating, models.causal, tmp_path)
+    for prompt, spans, logprobs in across_updates(generating, subject, reference, "in_place"):
+        below, expected = reference.across(prompt, spans)
+        assert below.max() < 1e-4
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.every_version
+def test_retracted_sequences_go_on_as_if_the_new_weights_had_computed_all_before(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject = Subject(generating, models.causal, tmp_path)
+    for prompt, spans, logprobs in across_updates(generating, subject, reference, "retract"):
+        row, start = list(prompt), 0
+        for weights, tokens in spans:
+            with reference.holding(weights):
+                below, expected = reference.following(row, tokens)
+            assert below.max() < 1e-4
+            np.testing.assert_allclose(logprobs[start : start + len(tokens)], expected, rtol=1e-4, atol=1e-5)
+            row, start = [*row, *tokens], start + len(tokens)
+
+
 def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
     generating: HostedEngine, causal: HostedEngine
 ) -> None:
@@ -433,7 +491,7 @@ def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
 
 
 @pytest.mark.every_version
-def test_masks_and_schedules_hold_where_forwards_overlap(models: Models, reference: Reference) -> None:
+def test_all_of_that_holds_where_forwards_overlap(models: Models, reference: Reference, tmp_path: Path) -> None:
     """As on every GPU: SGLang notes a token only after it has launched the next forward."""
     options = {"disable_overlap_schedule": False, "context_length": CONTEXT}
     with pytest.MonkeyPatch.context() as patch:
@@ -443,6 +501,8 @@ def test_masks_and_schedules_hold_where_forwards_overlap(models: Models, referen
         test_a_temperature_follows_its_schedule_by_the_position_in_the_output(engine, reference)
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "in_place")
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "retract")
+        test_sequences_go_on_under_new_weights_over_keys_and_values_of_the_old_ones(engine, reference, models, tmp_path)
+        test_retracted_sequences_go_on_as_if_the_new_weights_had_computed_all_before(engine, reference, models, tmp_path)
         engine.end()
 
 

@@ -14,7 +14,7 @@ from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart, PauseMode
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sim.faults import faults_on_take
 from enginepool.workers.sim.options import Fault, SimOptions
@@ -84,7 +84,7 @@ class SimWeights:
         """Close the verified weights."""
         self._opened = None
 
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str, running: PauseMode | None = None) -> LoadTimes:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived. Raises EngineError, EngineDied."""
         self._must_live()
         self._taken += 1

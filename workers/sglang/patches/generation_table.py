@@ -5,6 +5,7 @@ from enginepool.workers.sglang.patches.modules import (
     BATCH,
     CAPTURER,
     CHANNELS,
+    GRAMMARS,
     MEDIA,
     MODEL,
     PROCESSORS,
@@ -81,6 +82,18 @@ OF_GENERATION: tuple[Private, ...] = (
         ("Scheduler.pause_generation", "replaced", "a pause is between two steps", "self, recv_req"),
         ("Scheduler.process_batch_result", "replaced", "a pause is between two steps", "self, batch, result"),
         ("Scheduler.enable_overlap last_batch result_queue", "read", "the forward that was launched last"),
+    ),
+    *_private(
+        "patches/new_weights.py", SCHEDULER,
+        ("Scheduler._add_request_to_queue", "replaced", "prefixes of other weights are not used", "self, req, is_retracted"),
+        ("Scheduler._engine_paused", "read", "whether it has paused"),
+        ("Scheduler.waiting_queue grammar_manager", "replaced", "a flush while requests wait"),
+    ),
+    *_private("patches/new_weights.py", GRAMMARS, ("GrammarManager.grammar_queue", "replaced", "a flush while requests wait")),
+    *_private(
+        "patches/new_weights.py", BATCH,
+        ("Req.extra_key", "replaced", "prefixes of other weights are not used"),
+        ("Req.key_without_weights", "added", "the key that the request came with"),
     ),
     *_private("patches/pausing.py", REQUESTS, ("PauseGenerationReqInput.mode", "read", "how it pauses")),
     *_private(

@@ -31,9 +31,15 @@ def note_scheduler(scheduler: Any) -> None:
     scheduler.__init__ = initialize
 
 
+def noted_scheduler() -> Any:
+    """The scheduler of this process."""
+    [scheduler] = _schedulers
+    return scheduler
+
+
 def has_graphs() -> bool:
     """Whether forwards of this process run as CUDA graphs, which keep the addresses of the weights of their capture."""
-    [scheduler] = _schedulers
+    scheduler = noted_scheduler()
     runner = scheduler.tp_worker.model_runner
     # Where a phase has no graphs, its runner is none, or SGLang's eager one.
     found = (getattr(runner, f"{phase}_cuda_graph_runner", None) for phase in ("prefill", "decode"))
@@ -46,7 +52,7 @@ def flush_caches() -> bool:
     Memory that torch keeps for the next forward stays: to give it back to the device and to get it again takes milliseconds in
     which a weight update holds the engine.
     """
-    [scheduler] = _schedulers
+    scheduler = noted_scheduler()
     flush = scheduler.flush_cache
     return bool(flush(empty_cache=False) if "empty_cache" in inspect.signature(flush).parameters else flush())
 

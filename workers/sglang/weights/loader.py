@@ -6,6 +6,7 @@ names: an exception here would end the engine. No SGLang here.
 
 New weights begin and end with a flush of SGLang's caches, in the same call: the engine stands still meanwhile, and a call of
 its own takes longer than a flush. Where the first one is refused, for the scheduler has work in hand, nothing has changed.
+`new_weights` says what is flushed where requests were paused.
 """
 
 import importlib
@@ -22,7 +23,8 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import Digest, make_ready
 from enginepool.transfer.shared_memory import visible_gpus
 from enginepool.workers.sglang.host.process import own_load
-from enginepool.workers.sglang.patches.scheduler import flush_caches, has_graphs
+from enginepool.workers.sglang.patches.new_weights import forget_old_weights, ready_for_new_weights
+from enginepool.workers.sglang.patches.scheduler import has_graphs
 from enginepool.workers.sglang.weights.adapters import AdapterLayers
 from enginepool.workers.sglang.weights.broadcast_receive import GroupMember, received
 from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
@@ -51,7 +53,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") ->
     """The `custom_weight_loader`. `refused`: why SGLang takes no updates of this model, or ""."""
     ticket: dict[str, Any] = msgspec.json.decode(named_tensors[0][0])
     weights = _weights.setdefault(id(model), ModelWeights(model))
-    weights.touched, weights.refused = False, refused
+    weights.touched, weights.refused, weights.running = False, refused, ticket.get("running", "")
     try:
         with weights.adapters.away():
             answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
@@ -78,6 +80,8 @@ class ModelWeights:
         self.touched = False
         #: why SGLang takes no updates of this model, or ""
         self.refused = ""
+        #: how requests were paused that are in the engine during the ticket at hand; "": there are none
+        self.running = ""
         self._plan: LoadPlan | None = None
         #: why updates are loaded plainly
         self._plain = "not looked at yet"
@@ -272,7 +276,7 @@ class ModelWeights:
         if self.refused:
             raise ValueError(self.refused)
         began = time.perf_counter()
-        if not flush_caches():
+        if not ready_for_new_weights(self.running):
             raise EngineBusy("requests are running")
         flushed = time.perf_counter()
         _synchronize()
@@ -280,7 +284,7 @@ class ModelWeights:
         load()
         _synchronize()
         loaded = time.perf_counter()
-        if not flush_caches():
+        if not forget_old_weights(self.running):
             raise RuntimeError("it has new weights and caches of the old ones")
         if {tensor.name for tensor in self._manifest} <= {tensor.name for tensor in manifest}:
             self._manifest = manifest

@@ -1,8 +1,8 @@
 """Weight updates of an SGLang engine, from the side of the worker's process: tickets to the loader in its schedulers.
 
-A load is one `update_weights_from_tensor` on an empty engine. SGLang's own flush is off, because its assertion would end the
-engine: the loader flushes the caches before and after. Every answer is checked. `prepare_load` does what can be done before the
-engine stops for the load, so that the ticket of the load is tiny. No SGLang here.
+A load is one `update_weights_from_tensor` on an empty or paused engine. SGLang's own flush is off, because its assertion would
+end the engine: the loader flushes the caches before and after. Every answer is checked. `prepare_load` does what can be done
+before the engine stops for the load, so that the ticket of the load is tiny. No SGLang here.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
-from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart, PauseMode
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
@@ -180,9 +180,9 @@ class SglangWeights:
         self._prepared = None
         await self._ask({"do": "release"})
 
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str, running: PauseMode | None = None) -> LoadTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: what is loaded is unknown."""
-        self._forget_cached()  # the engine is empty, so nothing is computed until it has them
+        self._forget_cached()  # the engine is empty or paused, so nothing is computed until it has them
         if not (weights.regions or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
@@ -192,9 +192,9 @@ class SglangWeights:
         prepared, self._prepared = self._prepared, None
         answers: list[dict[str, Any]] = []
         if prepared is not None and prepared[0] == weights:
-            answers = await self._exchange([{"do": "load", "name": prepared[1]}], version)
+            answers = await self._exchange([{"do": "load", "name": prepared[1]}], version, running)
         if not answers or all(answer.get("kind") == "NotPrepared" for answer in answers):
-            answers = await self._exchange(self._tickets(weights), version)
+            answers = await self._exchange(self._tickets(weights), version, running)
         failed = [answer for answer in answers if "error" in answer]
         if failed and (len(failed) < len(answers) or any(answer["touched"] for answer in failed)):
             raise EngineDied(f"the engine failed while it took new weights: {failed[0]['error']}")
@@ -207,8 +207,9 @@ class SglangWeights:
         self.version, self.digest = version, digest
         return LoadTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
 
-    async def _exchange(self, tickets: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
-        """The answers to tickets that change weights, for which the engine must be idle."""
+    async def _exchange(self, tickets: list[dict[str, Any]], version: int, running: PauseMode | None) -> list[dict[str, Any]]:
+        """The answers to tickets that change weights, for which the engine must be idle, or paused."""
+        tickets = [ticket | {"running": running} for ticket in tickets] if running else tickets
         loop = asyncio.get_running_loop()
         end, moment = loop.time() + IDLE_S, _MOMENT_S
         while True:
