@@ -21,6 +21,7 @@ from enginepool.protocol.messages import (
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
+from enginepool.workers.engine import PauseMode
 from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.weights.worker_update import Answer, Request, WorkerUpdate
 
@@ -263,13 +264,19 @@ class RunCommand(WorkerEffect, frozen=True):
 class RunWeights(WorkerEffect, frozen=True):
     """Carry out a request about weights. Each is answered by one `WeightsAnswered`; `join` of a staged update by a second one
     when its bytes are received; `committed` and `release` by none. `load` and `restore` come only while the engine is empty,
-    and nothing enters it before their answer.
+    or `running`, and nothing enters it before their answer.
 
-    `update`: the update that the request belongs to, which is only read; None: it is not open here."""
+    `update`: the update that the request belongs to, which is only read; None: it is not open here. `running`: how the engine
+    is paused for the `load`, since generations run in it; it stays paused until `committed`, `release` or `ResumeEngine`."""
 
     message: Asked
     frames: tuple[Frame, ...] = ()
     update: WorkerUpdate | None = None
+    running: PauseMode | None = None
+
+
+class ResumeEngine(WorkerEffect, frozen=True):
+    """The engine goes on, if it is paused for a `load`: nothing that it generates for this is wanted any more."""
 
 
 class Note(WorkerEffect, frozen=True):

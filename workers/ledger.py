@@ -64,6 +64,16 @@ class TaskLedger:
             return []
         return [run]
 
+    @property
+    def generates(self) -> bool:
+        """Generations that are wanted run inside the engine."""
+        return not self.generating <= self.held.keys()
+
+    @property
+    def only_generates(self) -> bool:
+        """All work that is not held back is generations."""
+        return self.running - self.generating <= self.held.keys()
+
     def release(self) -> list[Run]:
         """What was held goes into the engine."""
         held = list(self.held.values())
@@ -118,14 +128,15 @@ class TaskLedger:
         self.stopped.discard(task)
         return False
 
-    def drop(self) -> list[WorkerEffect]:
-        """Drop all work and answers. The work inside the engine leaves it; generations are cancelled there."""
-        inside = self.running - self.held.keys()
+    def drop(self, *, generations: bool = True) -> list[WorkerEffect]:
+        """Drop all work and answers, or all but generations. The work inside the engine leaves it; generations are cancelled
+        there."""
+        kept = set[TaskId]() if generations else self.generating
+        inside = self.running - self.held.keys() - kept
         cancelled = inside & self.generating
         self.leaving |= inside
-        self.generating.clear()
-        self.running.clear()
-        self.held.clear()
+        self.generating, self.running = kept, kept.copy()
+        self.held = {task: run for task, run in self.held.items() if task in kept}
         self.answers.clear()
         self.answer_bytes = 0
         self.unsent.clear()

@@ -19,6 +19,7 @@ from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
 from enginepool.workers.commands import CommandRunner
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable
+from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     CancelGenerations,
@@ -32,6 +33,7 @@ from enginepool.workers.events import (
     Note,
     PrefixesChanged,
     ReportPrefixes,
+    ResumeEngine,
     RunBatch,
     RunCommand,
     RunGeneration,
@@ -93,7 +95,8 @@ class WorkerProcess:
         self.commands = CommandRunner(engine, self.feed, self.between, self.generations)
         self.prefixes = PrefixReport()
         engine.report_prefixes(self.prefixes)
-        self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
+        self.pauses = EnginePauses(engine)
+        self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots, self.pauses)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""
@@ -147,6 +150,8 @@ class WorkerProcess:
             self._spawn(self.commands.run(effect.command))
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
+        elif isinstance(effect, ResumeEngine):
+            self.weights.resume()
         elif isinstance(effect, ReportPrefixes):
             # All of it goes ahead of `ready`: the first prompts that the worker is given find what its engine has.
             self.prefixes.again()

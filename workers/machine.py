@@ -35,6 +35,7 @@ from enginepool.workers.events import SendToCoordinator, WorkerEffect, farewell
 from enginepool.workers.ledger import Run, TaskLedger
 from enginepool.workers.memory_state import MemoryState
 from enginepool.workers.silence import CoordinatorSilence
+from enginepool.workers.weights.invariants import check_updates
 from enginepool.workers.weights.machine import WorkerUpdates
 
 #: how often the shell sends `Tick`
@@ -252,16 +253,18 @@ class WorkerMachine:
 
     def _emptied(self) -> list[WorkerEffect]:
         """No dropped work is inside the engine: weights first, then the work that was held back."""
-        effects = [] if self.work.stopped or self.memory.commanded else self._allowed(self.updates.load())
+        waits = self.work.stopped or self.memory.commanded
+        effects = [] if waits else self._allowed(self.updates.load(generates=self.work.generates))
         if not self.updates.busy:
             effects += self.work.release()
         return effects
 
     def _weights(self, message: ev.Asked, frames: tuple[ev.Frame, ...]) -> list[WorkerEffect]:
-        effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
+        effects = self.work.drop() if self.updates.gives_up(message) else []
+        effects += self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
         if self.updates.waiting is not None:
-            # The work inside runs again, elsewhere or on the new weights: its answers are not needed.
-            effects += self.work.drop()
+            # The work inside runs again, elsewhere or on the new weights: its answers are not needed. Generations may stay.
+            effects += self.work.drop(generations=not self.updates.keeps_generations)
         return effects + self._resumed()
 
     def _allowed(self, effects: list[WorkerEffect]) -> list[WorkerEffect]:
@@ -323,8 +326,7 @@ class WorkerMachine:
         if silence.orphaned(self.now):
             reason = f"no word from a coordinator for {silence.orphan_s:g} s"
             return self._end(ev.Exit.ORPHANED, reason, close=True)
-        line = silence.line(self.now)
-        effects: list[WorkerEffect] = [ev.Note(line)] if line else []
+        effects: list[WorkerEffect] = [ev.Note(line)] if (line := silence.line(self.now)) else []
         effects += self._end_if_drained()
         if self.ended is None and self.linked and silence.must_ask(self.now, registered=self.registered):
             effects += self._register()
@@ -338,7 +340,7 @@ class WorkerMachine:
         """Raise AssertionError when an invariant of the state does not hold."""
         work = self.work
         work.check(self.epoch)
-        self.updates.check(bool(work.leaving or work.stopped or self.memory.commanded), work.running == work.held.keys())
+        check_updates(self.updates, work, bool(self.memory.commanded))
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"

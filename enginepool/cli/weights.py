@@ -138,9 +138,15 @@ def publish(
     group: Group = "",
     drain: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, max=3600, help="How long batches in flight may take; then they run again."),
+        typer.Option(metavar="SECONDS", min=0, max=3600, help="How long work in flight may take; then it runs again."),
     ] = 10.0,
-    abort: Annotated[bool, typer.Option("--abort", help="Run batches in flight again on the new weights, at once.")] = False,
+    in_flight: Annotated[
+        str,
+        typer.Option(metavar="MODE", help="Work in flight: drain, abort, or for generations in_place or retract."),
+    ] = "drain",
+    after_drain: Annotated[
+        str, typer.Option(metavar="MODE", help="Generations that drain did not wait for: abort, in_place or retract.")
+    ] = "abort",
     new_run: NewRun = False,
 ) -> None:
     """Let all workers load a checkpoint.
@@ -151,13 +157,11 @@ def publish(
     \b
     Examples:
       enginepool weights publish checkpoints/step-400 --version 400
+      enginepool weights publish checkpoints/step-401 --version 401 --in-flight in_place
       enginepool weights publish /models/other --version 0 --new-run
     """
-    in_flight = "abort" if abort else "drain"
-    record = ask_pool(
-        connect,
-        lambda pool: pool.publish_checkpoint(checkpoint, version, group, in_flight=in_flight, drain=drain, new_run=new_run),
-    )
+    options: Any = {"in_flight": in_flight, "after_drain": after_drain, "drain": drain, "new_run": new_run}
+    record = ask_pool(connect, lambda pool: pool.publish_checkpoint(checkpoint, version, group, **options))
     typer.echo(_committed(record))
 
 

@@ -6,18 +6,32 @@ from typing import TYPE_CHECKING
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
 from enginepool.client.session.events import Answer, Fail, Heard, UpdateAbort, UpdateCommit
 from enginepool.protocol.messages.weight_reports import UpdateRecord
-from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, Published, Transfer
+from enginepool.protocol.messages.weights import (
+    MAX_MS,
+    InFlight,
+    Publish,
+    Published,
+    RunningGenerations,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from enginepool.client.connection import Connection
 
 #: What the wire calls the arguments.
 NAMES = {"manifest": "source", "drain_ms": "drain"}
-IN_FLIGHT = ("drain", "abort")
+IN_FLIGHT: tuple[InFlight, ...] = ("drain", "abort", "in_place", "retract")
 
 
 def publish_message(
-    version: int, *, group: str, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool
+    version: int,
+    *,
+    group: str,
+    transfer: Transfer,
+    in_flight: InFlight,
+    drain: float,
+    new_run: bool,
+    after_drain: RunningGenerations = "abort",
 ) -> Publish:
     """The message of an update, from the arguments of a caller. Raises BadRequest."""
     seconds = check_timeout(drain, "drain", MAX_MS // 1000, zero=True)
@@ -29,6 +43,7 @@ def publish_message(
         in_flight=check_choice("in_flight", in_flight, IN_FLIGHT),
         drain_ms=int((seconds or 0.0) * 1000),
         new_run=check_flag("new_run", new_run),
+        after_drain=check_choice("after_drain", after_drain, IN_FLIGHT[1:]),
     )
 
 

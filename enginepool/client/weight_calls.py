@@ -9,7 +9,7 @@ from enginepool.client.metadata_update import publish_message, publish_unsent
 from enginepool.client.results import Floats, WeightReader
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
-from enginepool.protocol.messages.weights import InFlight
+from enginepool.protocol.messages.weights import InFlight, RunningGenerations
 
 
 class WeightCalls:
@@ -88,6 +88,7 @@ class WeightCalls:
         *,
         in_flight: InFlight = "drain",
         drain: float = 10.0,
+        after_drain: RunningGenerations = "abort",
         new_run: bool = False,
         timeout: float | None = 600.0,  # noqa: ASYNC109 (as in `set_version`)
     ) -> UpdateRecord:
@@ -98,14 +99,23 @@ class WeightCalls:
 
         Args:
             path: a relative one is of this program's folder if there is such a directory, else of each worker's.
-            in_flight: batches in flight finish before (`drain`), or run again on the new weights (`abort`).
-            drain: seconds that `drain` waits for at most; then as `abort`.
+            in_flight: work in flight finishes before (`drain`), or runs again on the new weights (`abort`). With `in_place` and
+                `retract`, batches of rows finish, and generations go on in their engines: over the KV that they have, or after
+                their KV was computed again on the new weights.
+            drain: seconds that batches, and with `drain` generations, are waited for at most; batches are put back then.
+            after_drain: what happens to generations that `drain` did not wait for: `abort`, `in_place` or `retract`.
             new_run, timeout: as in `set_version`.
 
         Raises what `set_version` does, and WeightsRefused: the checkpoint does not fit the model.
         """
         publish = publish_message(
-            version, group=group, transfer="checkpoint", in_flight=in_flight, drain=drain, new_run=new_run
+            version,
+            group=group,
+            transfer="checkpoint",
+            in_flight=in_flight,
+            drain=drain,
+            new_run=new_run,
+            after_drain=after_drain,
         )
         publish.path = check_path(path)
         return await publish_unsent(self._connection, publish, check_timeout(timeout))

@@ -16,7 +16,7 @@ from enginepool.client.session.events import CommittedWeightsLost
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.messages.weight_reports import UpdateRecord
-from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish
+from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, RunningGenerations
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.ipc_export import IpcExporter
 from enginepool.trainer.publisher_context import PublisherContext
@@ -38,6 +38,7 @@ class UpdateOptions(TypedDict, total=False):
     transfer: Literal["staged", "direct", "ipc"]
     in_flight: InFlight
     drain: float
+    after_drain: RunningGenerations
     partial: bool
     new_run: bool
     manifest: Described | None
@@ -201,9 +202,15 @@ class WeightPublisher:
                 - `ipc`: into memory on this publisher's `device`, as large as all tensors together, out of which the engines
                   copy. The workers must be on this host, and their engines must see that GPU: a trainer that shares GPUs with
                   its engines.
-            in_flight: before the engines load, batches in flight finish (`drain`, the default), or run again on the new weights
-                (`abort`). So do sequences that are generated: with `abort` they go on after their last token.
-            drain: seconds that `drain` waits at most; then as `abort`. Default: 10.
+            in_flight: what happens to work in flight before the engines load.
+                - `drain`, the default: it finishes.
+                - `abort`: batches run again on the new weights, and sequences that are generated go on after their last token.
+                - `in_place`: batches finish. Sequences stay in their engines, which pause for the load, and go on under the new
+                  weights over the KV of the old ones.
+                - `retract`: as `in_place`, but the engines compute the KV of all sequences again on the new weights.
+            drain: seconds that batches, and with `drain` sequences, are waited for at most; batches are put back then.
+                Default: 10.
+            after_drain: what happens to sequences that `drain` did not wait for: `abort`, the default, `in_place` or `retract`.
             partial: tensors of the model may be missing. Default: False.
             new_run: the version may be any, for an operator who starts another training in the same pool. Default: False.
             manifest: (name, dtype, shape) of each tensor that comes out, in their order. Needed where `gather` gives another
@@ -234,6 +241,7 @@ class WeightPublisher:
         transfer: Literal["staged", "direct", "ipc"] = "staged",
         in_flight: InFlight = "drain",
         drain: float = 10.0,
+        after_drain: RunningGenerations = "abort",
         partial: bool = False,
         new_run: bool = False,
         manifest: Described | None = None,
@@ -247,6 +255,7 @@ class WeightPublisher:
             in_flight=in_flight,
             drain=drain,
             new_run=new_run,
+            after_drain=after_drain,
         )
         publish.partial = check_flag("partial", partial)
         publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._context.bucket_bytes

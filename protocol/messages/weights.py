@@ -30,9 +30,15 @@ MAX_REGIONS = 1024
 #: checkpoint: each worker reads a directory that it can see.
 #: set_version: the weights stay; only their version changes.
 Transfer = Literal["staged", "direct", "ipc", "checkpoint", "set_version"]
-#: What happens to batches in flight when the group is held. drain: they finish, for at most `drain_ms`; then as abort.
-#: abort: they are put back into the queue at once, and run again on the new weights.
-InFlight = Literal["drain", "abort"]
+#: What happens to generations that run when the engines load.
+#: abort: they are taken back, and go on from their last token on the new weights, on any worker.
+#: in_place: the engine pauses between two steps, and they go on over the keys and values of the old weights.
+#: retract: the engine pauses, and they go on once it has computed their prompts and tokens again on the new weights.
+RunningGenerations = Literal["abort", "in_place", "retract"]
+#: What happens to work in flight when the group is held. drain: it finishes, for at most `drain_ms`; then as `after_drain`.
+#: abort: it is put back into the queue at once, and runs again on the new weights. in_place, retract: batches of rows finish,
+#: as in drain, and generations stay in their engines.
+InFlight = Literal["drain", "abort", "in_place", "retract"]
 #: open: members answer `prepare`. join: the process group forms. transfer: rank 0 sends. staged: all members hold
 #: verified bytes and wait for `commit`. restart: engines that take weights only at their start are started on them. hold: no
 #: new work starts. load: engines take the new weights. Then `published`, or `error`.
@@ -67,6 +73,7 @@ class Publish(Message, tag="publish"):
     whenever that side was lost. `path`: the directory of `checkpoint`. `partial`: the manifest may lack names of the model.
     `lease_ms`: without a `renew` for so long the transaction is aborted. `new_run`: versions begin again, as an operator wants.
     `host`, `gpu`: where the memory of `ipc` is: the identity of its host, the UUID of its GPU (empty: memory of the host).
+    `after_drain`: what happens to generations that `drain` did not wait for.
     """
 
     id: int
@@ -86,6 +93,12 @@ class Publish(Message, tag="publish"):
     frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)] = []
     host: str = ""
     gpu: str = ""
+    after_drain: RunningGenerations = "abort"
+
+    @property
+    def generations(self) -> RunningGenerations:
+        """What happens to generations that run when the engines load."""
+        return self.after_drain if self.in_flight == "drain" else self.in_flight
 
 
 class Renew(Message, tag="renew"):
@@ -169,8 +182,8 @@ class Join(Message, tag="join"):
 
 
 class Prepare(Message, tag="prepare"):
-    """Can you take these weights? Nothing moves yet. Frame: `manifest`; this and all others as in `publish`. Answered by
-    `prepared`."""
+    """Can you take these weights? Nothing moves yet. Frame: `manifest`; this and all others as in `publish`. `generations`:
+    what is to happen to those that run at `load`. Answered by `prepared`."""
 
     update: TaskId
     version: int
@@ -181,6 +194,7 @@ class Prepare(Message, tag="prepare"):
     frames: list[FrameSpec] = []
     host: str = ""
     gpu: str = ""
+    generations: RunningGenerations = "abort"
 
 
 class VerifyWeights(Message, tag="verify"):
@@ -194,7 +208,8 @@ class VerifyWeights(Message, tag="verify"):
 class LoadWeights(Message, tag="load"):
     """Finish or drop what is in the engine, then take the prepared weights as `version`. Answered by `loaded`.
 
-    In `direct` transfer the bytes are broadcast now. Answers of batches that were in the engine are no longer wanted.
+    In `direct` transfer the bytes are broadcast now. Answers of batches that were in the engine are no longer wanted. With
+    `generations` of `prepare`, those stay: the engine is paused from before the load until `committed` or `release`.
     """
 
     update: TaskId
@@ -241,6 +256,7 @@ class Prepared(Message, tag="prepared"):
 
     `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
     `no_staging`: it only has no memory for a staged transfer. The others go on without it, and it is restored after the commit.
+    `generations`: as in the `prepare`, where this worker can do that.
     """
 
     update: TaskId
@@ -252,6 +268,7 @@ class Prepared(Message, tag="prepared"):
     restart: bool = False
     digest: str = ""
     no_staging: bool = False
+    generations: RunningGenerations = "abort"
 
 
 class Joined(Message, tag="joined"):

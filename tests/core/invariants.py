@@ -121,6 +121,7 @@ def check_worker(worker: Worker) -> None:
         assert not worker.able and not worker.open, worker
     if worker.lost:
         assert not worker.batches and not worker.texts, worker
+    assert worker.state is not WorkerState.RESTORING or not worker.generations, f"{worker} drops what it has"
     if worker.batches:
         assert worker.declared is not None and worker.epoch_confirmed, worker
         can = worker.declared
@@ -221,7 +222,9 @@ def check_update(update: Update) -> None:
         assert not any(member.worker.lost for member in members), f"{update}: a member is lost and it goes on"
         assert not any(member.loaded or member.failure for member in members), update
     else:
-        assert all(member.worker.lost or not member.worker.batches for member in members), f"{update}: work during a load"
+        alive = [member.worker for member in members if not member.worker.lost]
+        kept = {worker: worker.generations if update.keeps_generations else 0 for worker in alive}
+        assert all(len(worker.batches) == kept[worker] for worker in alive), f"{update}: work during a load"
     if update.holds_group:
         assert update.commit_asked, f"{update}: held without a commit of the publisher"
     if update.holds_group and update.sends_bytes and not update.direct:

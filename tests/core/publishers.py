@@ -146,7 +146,7 @@ class UpdatePool(Pool):
 def reply_to(message: Message) -> Message | None:
     """What a worker answers when all is well."""
     if isinstance(message, Prepare):
-        return Prepared(message.update, peer="peer", ranks=1, staging="host")
+        return Prepared(message.update, peer="peer", ranks=1, staging="host", generations=message.generations)
     if isinstance(message, Join) and message.update != (0, 0):
         return Joined(message.update)
     if isinstance(message, LoadWeights):

@@ -175,13 +175,13 @@ def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
     prompts = [[7, 8, 9, i] for i in range(4)]
 
     async def one(pool: Pool, prompt: list[int], begun: asyncio.Event) -> dict[int, list[int]]:
-        """The tokens by their version, until some are of the new weights."""
+        """The tokens by their version, until some are of the last weights."""
         found = dict[int, list[int]]()
         async with aclosing(aiter(pool.stream(prompt, max_new_tokens=LONG, **GREEDY))) as chunks:
             async for chunk in chunks:
                 begun.set()
                 found.setdefault(chunk.version, []).extend(int(token) for token in chunk.token_ids)
-                if len(found.get(1, [])) >= ENOUGH:
+                if len(found.get(2, [])) >= ENOUGH:
                     break
         return found
 
@@ -201,24 +201,23 @@ def test_streams_go_on_with_new_weights_and_say_which_tokens_are_theirs(
             async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
                 for each in begun:
                     await each.wait()
-                await publisher.publish(new, 1, drain=0.5)
+                await publisher.publish(new, 1, drain=0.1, after_drain="retract")
+                assert [version for version, _ in (await waits)[0][0].spans] == [1]
+                await publisher.publish(own, 2, in_flight="in_place")
             assert [version for version, _ in (await pinned).spans] == [0]
-            assert [version for version, _ in (await waits)[0][0].spans] == [1]
-            with pytest.raises(VersionPassed, match="version is 0, but the committed weight version is 1"):
+            with pytest.raises(VersionPassed, match="version is 0, but the committed weight version is 2"):
                 await pool.generate(prompts[0], max_new_tokens=8, version=0, **GREEDY)
             return await asyncio.gather(*streams)
 
     results = asyncio.run(scenario())
-    assert any(found.keys() == {0, 1} for found in results)
+    # Generations stay in their engines: retracted for version 1, and in place, over the KV of version 1, for version 2.
+    assert any(found.keys() == {0, 1, 2} for found in results)
     for prompt, found in zip(prompts, results, strict=True):
-        assert list(found) == [0, 1][: len(found)]
-        before = found[0]
-        assert reference.following(prompt, before)[0].max() < 1e-4
-        if 1 in found:
-            with reference.holding(new):
-                assert reference.following([*prompt, *before], found[1])[0].max() < 1e-4
-        else:
-            assert len(before) == LONG
+        assert list(found) == [0, 1, 2][: len(found)]
+        assert reference.following(prompt, found[0])[0].max() < 1e-4
+        spans = [(weights, found[version]) for version, weights in ((1, new), (2, own)) if version in found]
+        assert not spans or reference.across([*prompt, *found[0]], spans)[0].max() < 1e-4
+        assert len(found) == 3 or sum(map(len, found.values())) == LONG
 
 
 def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they_go_on(

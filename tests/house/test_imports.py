@@ -37,7 +37,7 @@ _PURE_OF_WORKERS = (
     "texts",
 )
 PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
-    f"workers/{name}.py" for name in (*_PURE_OF_WORKERS, "weights/machine", "weights/worker_update")
+    f"workers/{name}.py" for name in (*_PURE_OF_WORKERS, "weights/invariants", "weights/machine", "weights/worker_update")
 }
 
 #: What would let time, chance, other threads or the outside world into a decision.

@@ -41,7 +41,7 @@ from enginepool.protocol.messages.weights import (
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
-from enginepool.workers.engine import Engine, EngineDied, EngineError
+from enginepool.workers.engine import Engine, EngineDied, EngineError, PauseMode
 from enginepool.workers.engine_weights import LoadTimes, NewWeights
 from enginepool.workers.events import (
     EngineLost,
@@ -220,9 +220,9 @@ class NotedWeights(SimWeights):
     async def release_buffers(self) -> None:
         self.asked.append("let go")
 
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str, running: PauseMode | None = None) -> LoadTimes:
         self.asked.append(weights)
-        return await SimWeights.load_weights(self, weights, version, digest)
+        return await SimWeights.load_weights(self, weights, version, digest, running)
 
 
 #: a stager whose snapshots are written when the file of this name is there

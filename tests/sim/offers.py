@@ -12,6 +12,7 @@ class Offer:
         self.transfer = "staged"
         self.in_flight = "drain"
         self.drain_s = 1.0
+        self.after_drain = "abort"
         self.partial = False
         self.new_run = False
         #: the committed weights once more, under the version that they had
@@ -29,6 +30,14 @@ class Offer:
 
     def __repr__(self) -> str:
         return f"<Offer {self.group} {self.transfer} {self.flaw or 'good'} {self.fate} {self.outcome}>"
+
+
+def keep_generations(random: Random, offer: Offer) -> None:
+    """Let generations stay in their engines during the update, or some of them, often enough."""
+    if random.random() < 0.6:
+        offer.in_flight = random.choice(("in_place", "retract"))
+    elif offer.in_flight == "drain":
+        offer.after_drain = random.choice(("abort", "in_place", "retract"))
 
 
 def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:

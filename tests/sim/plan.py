@@ -11,7 +11,7 @@ from enginepool.protocol.messages import Capabilities
 from tests.sim.commands import SimCommand
 from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
-from tests.sim.offers import Offer, make_offer
+from tests.sim.offers import Offer, keep_generations, make_offer
 from tests.sim.sleeping import some_wish
 from tests.sim.traffic import SEPARATOR, Mix
 
@@ -55,6 +55,12 @@ UPDATE_FAULTS = {
     "journal_full": 1,
 }
 
+
+#: what strikes while engines that generate take weights
+LOAD_FAULTS = (
+    "coordinator_kill", "coordinator_stall", "journal_full", "take_error", "take_crash", "worker_kill", "worker_stop",
+    "worker_link", "stager_kill", "publisher_vanish",
+)  # fmt: skip
 
 #: what strikes schedules that generate more often
 GENERATION_FAULTS = (
@@ -236,6 +242,11 @@ class Plan:
             if random.random() < 0.3:
                 self.faults += [(self.span * random.random(), kind) for _ in range(random.randint(1, 3))]
         self.faults.sort()
+        for _, offer in self.offers:
+            if offer.group not in self.packed and not self.only_at_start:  # those refuse it
+                keep_generations(random, offer)
+        for kind in () if self.gentle or not self.offers else random.sample(LOAD_FAULTS, random.choice((0, 1, 3))):
+            self.triggers.append(("load", kind, random.choice((0.0, 0.02, 0.06))))
 
     def _command(self, random: Random) -> None:
         """Let callers flush groups, often enough that a client asks again before all workers have answered."""

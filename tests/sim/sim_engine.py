@@ -115,6 +115,11 @@ class SimEngine:
         #: with the tokenizer, which takes one after the other
         self._texts: deque[RunTokenize] = deque()
 
+    @property
+    def only_generates(self) -> bool:
+        """No batch of rows is inside."""
+        return all(isinstance(task, SimGeneration) for task in self.inside.values())
+
     def become(self, version: int) -> None:
         """Answer from other weights from now on, without being asked to."""
         self.version = self.base = version

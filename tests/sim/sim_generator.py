@@ -5,7 +5,7 @@ A token is a pure function of those before it and of the weights that the engine
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,9 @@ class SimGenerator:
         #: every task that it was ever given
         self._seen: set[TaskId] = set()
         self._steps = False
+        #: how it is paused, and what follows once it is
+        self._paused = ""
+        self._then: Callable[[], object] | None = None
         self._cache = SimPrefixCache(1 << 12, 4)
 
     def run(self, run: RunGeneration) -> None:
@@ -98,7 +101,31 @@ class SimGenerator:
         engine.oracle.works(uid_of(task.prompt), engine.host.stager.name)
         self._running[task.id] = engine.inside[task.id] = task
         engine.check_room(who)
+        self._go_on()
+
+    def pause(self, mode: str, then: Callable[[], object]) -> None:
+        """Stop after the step that runs; do this then."""
+        self._paused, self._then = mode, then
         if not self._steps:
+            self._stop()
+        self._engine.oracle.stream(mode)
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._paused)
+
+    def _stop(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def resume(self) -> None:
+        """Go on; nothing where it is not paused."""
+        self._paused = ""
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._running and not self._steps and not self._paused:
             self._steps = True
             self._after_a_step()
 
@@ -121,6 +148,14 @@ class SimGenerator:
                 assert not running.stopped, f"{task} is cancelled twice"
                 running.stopped = True
                 self._engine.oracle.stream("stopped")
+                if self._paused == "retract" and not self._steps:
+                    self._engine.world.after(0.001, self._leave, running)
+
+    def _leave(self, task: SimGeneration) -> None:
+        """It waited."""
+        if not self._engine.dead and self._running.pop(task.id, None) is not None:
+            del self._engine.inside[task.id]
+            self._engine.host.post(GenerationLeft(self._engine.world.now, task.id))
 
     def _after_a_step(self) -> None:
         engine = self._engine
@@ -165,9 +200,8 @@ class SimGenerator:
         left = [task for task in self._running.values() if task.stopped or not task.sequences]
         for task in left:
             del self._running[task.id], engine.inside[task.id]
-        if self._running:
-            self._after_a_step()
-        self._steps = bool(self._running)
+        self._steps = False
+        self._go_on()
         now = engine.world.now
         for out in outs.values():
             if out.steps:
@@ -177,6 +211,8 @@ class SimGenerator:
                 )
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
+        if self._paused and not self._steps:
+            self._stop()
 
     def _fault(self) -> str:
         """What happens in this step."""

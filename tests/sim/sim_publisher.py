@@ -98,6 +98,7 @@ class SimPublisher:
         self.told = self.digest
         self.publish = publish = Publish(self.counter, version, offer.group, bucket_bytes=256, lease_ms=2500)
         publish.transfer, publish.in_flight = offer.transfer, offer.in_flight  # type: ignore[assignment]
+        publish.after_drain = offer.after_drain  # type: ignore[assignment]
         publish.drain_ms = int(1000 * offer.drain_s)
         publish.partial, publish.new_run = offer.partial, offer.new_run
         self.frames = ()

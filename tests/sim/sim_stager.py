@@ -6,6 +6,7 @@ it, under any version that it reports, so that a mixture or a wrong label shows 
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.basis import TaskId
@@ -169,25 +170,41 @@ class Stager:
         self.early = ""
         #: what the engine has open of a publisher's memory
         self.opened: Lent | None = None
+        #: the engine takes weights, and is to go on when it has them
+        self.loads = self.resumes = False
 
     def host(self, worker: "SimWorker") -> None:
         """Its next worker starts: the requests of the one before are over."""
         self.worker, self.prepare, self.direct, self.early = worker, None, None, ""
         self.opened = None
+        self.loads = self.resumes = False
 
     def kill(self) -> None:
         """The process dies, and another one takes its place."""
-        ring, prepare, worker, opened = self.ring, self.prepare, self.worker, self.opened
+        ring, prepare, worker, opened, turns = self.ring, self.prepare, self.worker, self.opened, (self.loads, self.resumes)
         self.__init__(self.disks, self.name, staging=self.staging)  # type: ignore[misc]
         self.opened = opened
+        self.loads, self.resumes = turns
         if ring is not None:
             ring.leave()
         self.prepare, self.worker = prepare, worker
         if prepare is not None and prepare.transfer != "ipc":
             self._say(Staged(prepare.update, code="engine_error", message="the stager died"))
 
+    def resume(self) -> None:
+        """The engine goes on, if it is paused; not in the middle of a load."""
+        self.resumes = self.loads
+        if self.worker is not None and not self.loads:
+            self.worker.engine.generator.resume()
+
     def _say(self, answer: "Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected") -> None:
         if self.worker is not None and self.worker.alive and not self.worker.engine.dead:
+            if isinstance(answer, WeightsLoaded):
+                self.loads = False
+                if answer.code or self.resumes:
+                    self.resume()
+            if isinstance(answer, Prepared) and self.prepare is not None and not answer.restart:
+                answer.generations = self.prepare.generations
             if isinstance(answer, Staged):
                 self.worker.post(LoadPrepared(self.world.now, answer.update, 0.0))
             self.worker.post(WeightsAnswered(self.world.now, answer))
@@ -206,14 +223,22 @@ class Stager:
         elif isinstance(message, VerifyWeights):
             self._later(0.2, self._verify, message)
         elif isinstance(message, LoadWeights):
-            assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken during work"
-            self._later(0.1, self._load, message)
+            assert self.worker is not None
+            engine, load, self.loads = self.worker.engine, partial(self._later, 0.1, self._load, message), True
+            if effect.running is None:
+                assert not engine.inside, f"{self.name}: weights are taken during work"
+                load()
+            else:
+                assert engine.only_generates, f"{self.name}: weights are taken during batches"
+                engine.generator.pause(effect.running, load)
         elif isinstance(message, Restore):
             assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken during work"
             self._later(0.5, self._restore, message)
         elif isinstance(message, Committed):
             self._committed(message)
+            self.resume()
         elif isinstance(message, ReleaseWeights):
+            self.resume()
             self._release(message)
         else:
             self._later(0.1, self._inspect, message)

@@ -19,6 +19,7 @@ from enginepool.workers.events import (
     EndProcess,
     Exit,
     FromCoordinator,
+    ResumeEngine,
     RunBatch,
     RunCommand,
     RunGeneration,
@@ -189,6 +190,8 @@ class SimWorker:
                 self.engine.command(effect)
             elif type(effect) is RunWeights:
                 self.stager.run(effect)
+            elif type(effect) is ResumeEngine:
+                self.stager.resume()
             elif type(effect) is EndProcess:
                 self._end(effect)
                 return
@@ -199,6 +202,9 @@ class SimWorker:
         self.world.after(TICK_S * self.world.between(0.5, 1.0), self._tick)
         if not self.stopped and not self.blocked:
             self._take(WorkerTick(self.world.now))
+            updates = self.machine.updates
+            open_ = updates.update is not None or updates.loading is not None
+            assert open_ or not self.engine.generator.paused, f"{self.name}: its engine stays paused"
 
     def _end(self, end: EndProcess) -> None:
         broken_link = end.code == Exit.ORPHANED or (end.code == Exit.REFUSED and not self.blamed)

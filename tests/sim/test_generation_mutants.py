@@ -14,16 +14,20 @@ from enginepool.coordinator.core.generation_state import GenerationState, Runnin
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet import reports, workers
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests import generations, making_room
 from enginepool.coordinator.requests.stream_messages import UnsentTokens
 from enginepool.coordinator.scheduling import batches, generation_slots
-from enginepool.coordinator.weights import outcomes
+from enginepool.coordinator.weights import outcomes, phases
+from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, StartGeneration
-from enginepool.workers.events import SendToCoordinator, StepsDone, WorkerEffect
+from enginepool.protocol.messages.weights import LoadWeights
+from enginepool.workers.events import ResumeEngine, SendToCoordinator, StepsDone, WorkerEffect
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.weights.machine import WorkerUpdates
 from tests.sim.conversations import BLOCK
 from tests.sim.planted import Mutate, find
 from tests.sim.simulation import simulate
@@ -272,6 +276,71 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
 )
 def test_a_planted_bug_in_generations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=seed % 2 == 0, generating=True))
+
+
+# --- updates that keep generations in their engines --------------------------------------------------------------------------
+
+
+def weights_have_their_version_from_the_load_on(patch: pytest.MonkeyPatch) -> None:
+    real = WorkerUpdates.load
+
+    def load(self: WorkerUpdates, *, generates: bool) -> list[WorkerEffect]:
+        effects = real(self, generates=generates)
+        if isinstance(self.loading, LoadWeights):
+            self.version = self.loading.version
+        return effects
+
+    patch.setattr(WorkerUpdates, "load", load)
+
+
+def a_load_waits_for_no_batch(patch: pytest.MonkeyPatch) -> None:
+    def waited_for(update: Update, worker: Worker) -> bool:
+        return worker.busy and not update.keeps_generations
+
+    patch.setattr(phases, "_waited_for", waited_for)
+
+
+def a_load_drops_generations(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerUpdates, "keeps_generations", False)
+
+
+def an_engine_without_a_commit_stays_paused(patch: pytest.MonkeyPatch) -> None:
+    real = WorkerUpdates.new_epoch
+
+    def new_epoch(self: WorkerUpdates) -> list[WorkerEffect]:
+        return [effect for effect in real(self) if not isinstance(effect, ResumeEngine)]
+
+    patch.setattr(WorkerUpdates, "new_epoch", new_epoch)
+
+
+def a_drain_never_keeps_generations(patch: pytest.MonkeyPatch) -> None:
+    """The coordinator takes them back, and the worker was told that they stay."""
+    real = WorkerRegistry.recall
+
+    def stop_tasks(core: Context, tasks: Any) -> None:
+        """None is told."""
+
+    def recall(self: WorkerRegistry, worker: Worker, *, streams: bool = True) -> list[Any]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(workers, "stop_tasks", stop_tasks)
+            return real(self, worker)
+
+    patch.setattr(WorkerRegistry, "recall", recall)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        weights_have_their_version_from_the_load_on,
+        a_load_waits_for_no_batch,
+        a_load_drops_generations,
+        an_engine_without_a_commit_stays_paused,
+        a_drain_never_keeps_generations,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_planted_bug_in_updates_that_keep_generations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=True, generating=True))
 
 
 # --- conversations -------------------------------------------------------------------------------------------------------

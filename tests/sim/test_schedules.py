@@ -129,7 +129,7 @@ def test_generations_go_on_with_every_token_once_whatever_fails(chunk: int) -> N
         "routed experts",
     } - seen.keys()
     assert not missing, f"no schedule shows {missing}"
-    assert chunk <= 2 or seen["several versions"], seen
+    assert chunk <= 2 or seen.keys() >= {"several versions", "in_place", "retract"}, seen
 
 
 def test_the_turns_of_conversations_are_right_and_go_where_their_history_is() -> None:

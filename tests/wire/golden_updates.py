@@ -99,6 +99,35 @@ def _from_client() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "publish-in_place",
+            way,
+            "generations stay in their engines",
+            {
+                "type": "publish",
+                "id": 12,
+                "version": 7,
+                "transfer": "checkpoint",
+                "path": "/models/policy-7",
+                "in_flight": "in_place",
+            },
+            exact=False,
+        ),
+        Valid(
+            "publish-after_drain",
+            way,
+            "generations that have not ended within a second are computed again on the new weights",
+            {
+                "type": "publish",
+                "id": 13,
+                "version": 8,
+                "transfer": "checkpoint",
+                "path": "/models/policy-8",
+                "drain_ms": 1000,
+                "after_drain": "retract",
+            },
+            exact=False,
+        ),
+        Valid(
             "publish-set_version",
             way,
             "the weights stay",
@@ -245,6 +274,12 @@ def _from_worker() -> list[Valid]:
             {"type": "prepared", "update": UPDATE, "restart": True, "digest": DIGEST},
         ),
         Valid(
+            "prepared-in_place",
+            way,
+            "generations may stay in its engine",
+            {"type": "prepared", "update": UPDATE, "generations": "in_place"},
+        ),
+        Valid(
             "prepared-no-staging",
             way,
             "it has no memory for a staged transfer, and the others go on without it",
@@ -369,6 +404,19 @@ def _to_worker() -> list[Valid]:
             way,
             "and this directory?",
             {"type": "prepare", "update": UPDATE, "version": 5, "transfer": "checkpoint", "path": "/models/policy-5"},
+        ),
+        Valid(
+            "prepare-in_place",
+            way,
+            "and may generations stay in your engine?",
+            {
+                "type": "prepare",
+                "update": UPDATE,
+                "version": 7,
+                "transfer": "checkpoint",
+                "path": "/models/policy-7",
+                "generations": "in_place",
+            },
         ),
         Valid(
             "prepare-handles",

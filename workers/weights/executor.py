@@ -35,7 +35,8 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NotComparable, OnlyAtStart
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NotComparable, OnlyAtStart, PauseMode
+from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     Answered,
@@ -52,7 +53,7 @@ from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import Reserve, Reserved, Room
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentMemoryError
-from enginepool.workers.weights.offer import UpdateRefusal, offered_weights
+from enginepool.workers.weights.offer import UpdateRefusal, check_generations, offered_weights
 from enginepool.workers.weights.open_buffers import OpenBuffers
 from enginepool.workers.weights.restoring import restore
 from enginepool.workers.weights.worker_update import WorkerUpdate
@@ -61,6 +62,8 @@ from enginepool.workers.weights.worker_update import WorkerUpdate
 JOIN_S = 90.0
 #: An engine that takes longer for a short step, for which no coordinator waits, hangs.
 ASIDE_S = 60.0
+#: the name under which the engine is paused
+PAUSED_FOR = "new weights"
 
 
 class WeightExecutor:
@@ -70,6 +73,7 @@ class WeightExecutor:
         feed: receives the events that follow.
         spawn: runs a coroutine at the same time as the loop's other work.
         roots: directories under which a published checkpoint may lie.
+        pauses: those of the engine; none: nothing else pauses it.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class WeightExecutor:
         feed: Callable[[WorkerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         roots: Sequence[str] = (),
+        pauses: EnginePauses | None = None,
     ) -> None:
         self._engine = engine
         self._roots = roots
@@ -87,6 +92,7 @@ class WeightExecutor:
         self._stager = StagerLink(stager, self._answer, self._stager_lost)
         self._turn = asyncio.Lock()
         self._buffers = OpenBuffers(engine)
+        self._pauses = pauses or EnginePauses(engine)
 
     async def make_room(self, nbytes: int) -> str:
         """Have the stager reserve so many bytes of device memory before the engine starts; a line to log, or ""."""
@@ -107,14 +113,19 @@ class WeightExecutor:
         """Carry it out; its answer arrives through `feed`."""
         message = effect.message
         if isinstance(message, ReleaseWeights | Committed):
-            self._close_buffers(effect.update)
-            self._stager.tell(message)
             if isinstance(message, Committed):
                 self._in_turn("Committed", self._set_digest, message)
+            self.resume()
+            self._close_buffers(effect.update)
+            self._stager.tell(message)
         elif isinstance(message, Inspect):
             self._spawn(self._inspect(message))
         else:
             self._in_turn(type(message).__name__, self._carry_out, effect)
+
+    def resume(self) -> None:
+        """The engine goes on, unless it was not paused for a load."""
+        self._in_turn("resume", self._pauses.resume, PAUSED_FOR)
 
     def _in_turn(self, doing: str, do: Callable[..., Awaitable[object]], *args: object) -> None:
         async def run() -> None:
@@ -147,7 +158,7 @@ class WeightExecutor:
         elif isinstance(message, VerifyWeights):
             await self._verify(update, message)
         elif isinstance(message, LoadWeights):
-            self._answer(await self._load(update, message))
+            self._answer(await self._load(update, message, effect.running))
 
     def _answer(self, answer: Answered, frames: tuple[Frame, ...] = (), weights: NewWeights | None = None) -> None:
         self._feed(WeightsAnswered(time.monotonic(), answer, frames, weights))
@@ -169,6 +180,7 @@ class WeightExecutor:
     async def _prepare(self, update: WorkerUpdate, frames: tuple[Frame, ...]) -> None:
         prepare = update.prepare
         try:
+            check_generations(self._engine, prepare)
             weights = await offered_weights(self._engine.weights, prepare, frames, self._roots)
             if prepare.transfer == "staged":
                 answer, weights = await self._reserve(prepare, weights)
@@ -176,6 +188,7 @@ class WeightExecutor:
                 answer = Prepared(prepare.update, peer=update.peer or secrets.token_hex(8), ranks=self._engine.weights.ranks)
             else:
                 answer = Prepared(prepare.update)
+            answer.generations = prepare.generations
         except UpdateRefusal as refusal:
             self._answer(refusal.answer)
         except OnlyAtStart as error:
@@ -258,7 +271,7 @@ class WeightExecutor:
 
     # --- load -----------------------------------------------------------------------------------------------------------
 
-    async def _load(self, update: WorkerUpdate, message: LoadWeights) -> WeightsLoaded:
+    async def _load(self, update: WorkerUpdate, message: LoadWeights, running: PauseMode | None) -> WeightsLoaded:
         weights = update.weights
         digest = self._engine.weights.digest if update.prepare.transfer == "set_version" else update.digest
         try:
@@ -266,8 +279,11 @@ class WeightExecutor:
                 # Again, because a symbolic link in it may lead elsewhere now.
                 path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
-            times = await self._engine.weights.load_weights(weights, message.version, digest)
+            if running is not None:
+                await self._pauses.pause(PAUSED_FOR, running)
+            times = await self._engine.weights.load_weights(weights, message.version, digest, running)
         except (CheckpointError, EngineError) as error:
+            await self._pauses.resume(PAUSED_FOR)
             return WeightsLoaded(message.update, code="engine_error", message=str(error))
         load_us, flush_us, prepare_us = (int(each * 1e6) for each in (times.load_s, times.flush_s, update.prepared_s or 0.0))
         return WeightsLoaded(message.update, message.version, self._engine.weights.digest, load_us, flush_us, prepare_us)

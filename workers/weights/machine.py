@@ -11,13 +11,14 @@ answers of the open update are sent again: one of them may be lost with its link
                 in any order                                               staged, when both are there
                 `StagerLost`, before the engine loads                      staged, with an error
     verify      `WeightsAnswered`, with the opened regions                 staged
-    load        `WeightsAnswered`                                          loaded
+    load        `WeightsAnswered`                                          loaded; with an error, a paused engine goes on
     restore     `WeightsAnswered`                                          `ready` with its version, or restored, with an error
     committed   nothing
     release     nothing
 
 `load` and `restore` need an empty engine: they are `waiting` until the work inside has left, and `loading` until their answer.
-The machine holds work back meanwhile. A `restore` that arrives during another one waits for it.
+The machine holds work back meanwhile. With `generations` of `prepare`, generations stay: the executor pauses the engine for the
+`load`, and it goes on with `committed` or `release`. A `restore` that arrives during another one waits for it.
 
 A higher epoch ends the open update, which can no longer be committed. Before `load` that is a `release`. After `load` the new
 coordinator knows from the journal what was committed: staged bytes stay until it says `committed`, `restore` or `prepare`.
@@ -25,6 +26,7 @@ In the middle of a direct transfer the worker ends, because the content of its e
 """
 
 from dataclasses import replace
+from typing import Any
 
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.capabilities import Capabilities
@@ -52,6 +54,7 @@ from enginepool.workers.events import (
     CommandDone,
     Frame,
     LoadPrepared,
+    ResumeEngine,
     RunWeights,
     SendToCoordinator,
     WeightsAnswered,
@@ -103,6 +106,16 @@ class WorkerUpdates:
     def busy(self) -> bool:
         """The engine loads weights, or is about to: no work may enter it."""
         return self.waiting is not None or self.loading is not None
+
+    @property
+    def keeps_generations(self) -> bool:
+        """What waits for the engine is a load during which generations stay in it."""
+        return isinstance(self.waiting, LoadWeights) and self.update is not None and self.update.prepare.generations != "abort"
+
+    def gives_up(self, message: Asked) -> bool:
+        """It ends an update whose weights a paused engine may have: what that would generate is not wanted."""
+        mine = self.open(message.update) if isinstance(message, ReleaseWeights) else None
+        return mine is not None and (WeightsLoaded in mine.answers or isinstance(self.loading, LoadWeights))
 
     @property
     def exposed(self) -> bool:
@@ -220,20 +233,21 @@ class WorkerUpdates:
         self.committed = message.run, message.version
         self.changed = True
 
-    def load(self) -> list[WorkerEffect]:
-        """The engine is empty: what waited for that begins."""
+    def load(self, *, generates: bool = False) -> list[WorkerEffect]:
+        """The engine is empty, or `generates` what may stay in it: what waited for that begins."""
         request = self.waiting
         if isinstance(request, Restore) and self.loading is None and self._has(request):
             self._restored(request)
             return []
         if request is None or self.loading is not None:
             return []
-        self.waiting = None
+        keeps, self.waiting = self.keeps_generations, None
         update = self.update if isinstance(request, LoadWeights) else None
         if update is not None and isinstance(request, LoadWeights) and (missing := update.missing()):
             return list(self._answer(update, WeightsLoaded(request.update, code="update_aborted", message=missing)))
         self.loading = request
-        return [RunWeights(request, (), update)]
+        running: Any = update.prepare.generations if update is not None and keeps and generates else None
+        return [RunWeights(request, (), update, running)]
 
     # --- reports of the executor ----------------------------------------------------------------------------------------
 
@@ -332,15 +346,5 @@ class WorkerUpdates:
             return []
         if WeightsLoaded in self.update.answers or isinstance(self.loading, LoadWeights):
             self._close()
-            return []
+            return [ResumeEngine()]
         return self._release(self.update.prepare.update, "another coordinator has taken over")
-
-    def check(self, leaving: bool, held: bool) -> None:
-        """Raise AssertionError when an invariant does not hold. `leaving`: dropped work is inside the engine; `held`: all other
-        work is held back."""
-        update = self.update
-        assert self.loading is None or (held and not leaving), "weights are loaded during work"
-        assert self.waiting is None or leaving or self.loading is not None, "weights wait for nothing"
-        assert update is None or not update.closed
-        assert update is None or LoadWeights in update.requested or WeightsLoaded not in update.answers
-        assert not isinstance(self.waiting, LoadWeights) or (update is not None and LoadWeights in update.requested)

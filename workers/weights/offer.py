@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import decode_manifest, difference
 from enginepool.protocol.messages.weights import Prepare, Prepared
-from enginepool.workers.engine import OnlyAtStart
+from enginepool.workers.engine import Engine, EngineError, OnlyAtStart
 from enginepool.workers.engine_weights import EngineWeights, NewWeights
 from enginepool.workers.events import Frame
 from enginepool.workers.weights.checkpoint import checkpoint_digest, checkpoint_tensors, checkpoint_under
@@ -48,6 +48,15 @@ async def offered_weights(
         message = f"no transfer by handles: {why}"
         raise UpdateRefusal(Prepared(prepare.update, code="unsupported", message=message))
     return weights
+
+
+def check_generations(engine: Engine, prepare: Prepare) -> None:
+    """Raise UpdateRefusal: the engine cannot keep generations as the update wants it."""
+    try:
+        if prepare.generations != "abort":
+            engine.check_pause(prepare.generations)
+    except EngineError as error:
+        raise UpdateRefusal(Prepared(prepare.update, code="unsupported", message=f"in_flight: {error}")) from None
 
 
 def _only_at_start(engine: EngineWeights) -> bool:

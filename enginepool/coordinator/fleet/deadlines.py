@@ -54,7 +54,10 @@ class WorkerDeadlines:
             allowed = self._allowed(worker)
             if allowed is not None and now - worker.since > allowed:
                 return f"it was {worker.stage} for more than {allowed:.0f} s"
-        for batch in worker.oldest():
+        update = self.core.update_of(worker.group)
+        # An engine that stands still while it takes weights has the deadline of the update.
+        stands_still = update is not None and update.loading and worker.incarnation in update.members
+        for batch in () if stands_still else worker.oldest():
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
         for _, due in worker.texts.values():

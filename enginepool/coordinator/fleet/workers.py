@@ -66,14 +66,18 @@ class WorkerRegistry:
         worker.heard = self.core.now
         return worker
 
-    def recall(self, worker: Worker) -> list[tuple[Request, bool]]:
-        """Take back all work from a worker. Late answers have unknown ids then. No request becomes a suspect.
+    def recall(self, worker: Worker, *, streams: bool = True) -> list[tuple[Request, bool]]:
+        """Take back all work from a worker, or all but the sequences that it generates. Late answers have unknown ids then. No
+        request becomes a suspect.
 
         Returns the requests that the worker had, and whether each of them ran alone there.
         """
         found: list[tuple[Request, bool]] = []
-        self.recall_streams(worker)
+        if streams:
+            self.recall_streams(worker)
         for batch in list(worker.batches.values()):
+            if batch.slices[0][0].generation is not None:
+                continue
             found += [(request, batch.trial) for request, _, _ in batch.slices]
             end_batch(self.core, batch)
             self.requests.returned(batch)
@@ -93,6 +97,12 @@ class WorkerRegistry:
             end_batch(self.core, batch)
             self.requests.returned(batch)
         stop_tasks(self.core, tasks)
+
+    def give_time(self, worker: Worker) -> None:
+        """Its engine stood still: the work that it has begins to be late from now on."""
+        allowed = self.core.config.timing.forward_s
+        for batch in worker.batches.values():
+            batch.deadline, batch.late = self.core.now + allowed, self.core.now + allowed / 2
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 

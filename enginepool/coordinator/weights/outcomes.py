@@ -77,11 +77,13 @@ class UpdateOutcomes:
                 continue
             if not member.loaded:
                 why = "did not load" if member.failure else "starts on"
+                self.fleet.recall_streams(worker)
                 self._replace(
                     worker, f"it {why} weight version {weights.version}{': ' if member.failure else ''}{member.failure}"
                 )
                 continue
             worker.version, worker.digest = weights.version, weights.digest
+            self.fleet.give_time(worker)
             if worker.missing_weights:
                 worker.detail = ""
             have_weights(self.core, worker)
@@ -120,6 +122,8 @@ class UpdateOutcomes:
             self.turn_back(member)
         self._close(update)
         for member in update.members.values():
+            if update.keeps_generations and not member.worker.lost:
+                self.fleet.recall_streams(member.worker)
             # In an update by restart, of those on the old weights only the engine of a recalled one still has work.
             if member.worker.lost or not (member.recalled or not update.by_restart):
                 continue

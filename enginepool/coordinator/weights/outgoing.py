@@ -35,7 +35,7 @@ def ask(core: Context, update: Update, member: Member) -> None:
     offer, id_, link = update.offer, update.id, member.worker.link
     if update.phase == OPEN:
         prepare = Prepare(id_, offer.version, offer.transfer, offer.partial, offer.bucket_bytes, offer.path, offer.frames)
-        prepare.host, prepare.gpu = offer.host, offer.gpu
+        prepare.host, prepare.gpu, prepare.generations = offer.host, offer.gpu, offer.generations
         core.effects.append(ToWorker(link, prepare, update.frames))
     elif update.phase == JOIN and update.process_group is not None:
         ring = update.process_group

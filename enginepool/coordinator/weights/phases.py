@@ -13,7 +13,8 @@ that has no memory for a staged transfer says so and leaves. It serves the old v
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold; by restart: restart                abort; the lease: abort
     restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
-    hold        nothing in flight at members      load                                     drain: put back, go on; a loss: abort
+    hold        nothing in flight at members      load                                     put back, go on; a loss: abort
+                (or generations that stay)
     load        loaded of all                     one loaded: journal; none: fail          the member has failed
                                                   all that loaded are lost, and only their
                                                   engines had the weights: fail
@@ -32,6 +33,11 @@ is killed or restored. After it, the group is on the new version: a worker that 
 group is on hold from `hold` to the end, and no worker gets work on other weights than the committed ones, so that no answer
 mixes versions.
 
+With `in_flight` `in_place` or `retract`, generations stay in their engines, each of which pauses between two steps until its
+member hears `committed` or `release`. So all tokens that the coordinator gets are of committed weights: those before the pause
+of the old ones, those after it of the new ones. If it fails, the generations of every member are taken back before its engine
+goes on, and continue after their last token.
+
 A hold lets the batches in flight finish, or puts them back. What is left of a request of which some rows were given to workers
 waits in the queue like all others: a large request would hold the group for as long as all its rows take. Rows of it that are
 computed count if the group stays on their version, as after an abort. If it does not, they run again.
@@ -44,6 +50,7 @@ its id is attached to the open transaction.
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import WriteJournal
 from enginepool.coordinator.core.transitions import hold
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
@@ -139,7 +146,7 @@ class Phases:
         elif update.phase == HOLD:
             if update.recalls_now:
                 self._stop_draining(update)
-            if not any(member.worker.busy for member in update.members.values()):
+            if not any(_waited_for(update, member.worker) for member in update.members.values()):
                 if update.at_once:
                     self.enter(update, RESTART)
                 else:
@@ -178,16 +185,18 @@ class Phases:
     def _hold(self, update: Update) -> None:
         offer = update.offer
         hold(self.core, update.group)
-        drains = offer.in_flight == "drain"
-        self.enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
-        update.recalls_now = not drains
+        update.keeps_generations = offer.in_flight in ("in_place", "retract")
+        update.recalls_now = offer.in_flight == "abort"
+        self.enter(update, HOLD, 0.0 if update.recalls_now else offer.drain_ms / 1000)
 
     def _stop_draining(self, update: Update) -> None:
         """Put back the work of the members: it runs on the new weights. The load follows at once: until then their engines have
-        more work than the coordinator counts."""
+        more work than the coordinator counts. Generations may stay, as the offer says."""
+        keeps = update.keeps_generations = update.offer.generations != "abort" and not update.at_once
         for member in update.members.values():
-            update.recalled_batches += len(member.worker.batches)
-            member.recalled += self.ending.fleet.recall(member.worker)
+            worker = member.worker
+            update.recalled_batches += len(worker.batches) - (worker.generations if keeps else 0)
+            member.recalled += self.ending.fleet.recall(worker, streams=not keeps)
 
     def _load(self, update: Update) -> None:
         self.enter(update, LOAD, self.core.config.timing.update_load_s)
@@ -229,3 +238,8 @@ class Phases:
     def ask_all(self, update: Update) -> None:
         for member in update.pending.values():
             ask(self.core, update, member)
+
+
+def _waited_for(update: Update, worker: Worker) -> bool:
+    """Whether the load waits for work that this member has in hand."""
+    return bool(worker.texts or worker.row_batches or (worker.generations and not update.keeps_generations))

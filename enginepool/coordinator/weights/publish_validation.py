@@ -37,6 +37,9 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
         if not least <= value <= most:
             limit = least if value < least else most
             raise WireError("bad_request", f"{field}: {value} is outside {least}..{most}", field=field, limit=str(limit))
+    if publish.after_drain != "abort" and publish.in_flight != "drain":
+        text = f"after_drain: {publish.after_drain} goes with in_flight drain, got in_flight {publish.in_flight}"
+        raise WireError("bad_request", text, field="after_drain", limit="abort")
     check_names(publish, "address", "gpu", "host", "path", "peer")
     check_frames(publish.frames, frames)
     if publish.transfer in ("checkpoint", "set_version"):

@@ -67,6 +67,12 @@ class Transactions:
         if _PHASE[type(message)] != update.phase or worker.incarnation not in update.pending:
             return
         if isinstance(message, Prepared):
+            if (mode := update.offer.generations) != message.generations:
+                # An older worker would drop them at its load, and say nothing of that.
+                how = "takes this checkpoint only by a restart" if message.restart else "does not know that mode"
+                text = f"{worker.name}: generations {mode}: it {how}"
+                self.ending.abort(update, "unsupported", text, "in_flight", "drain, abort")
+                return
             member.peer, member.ranks = message.peer, message.ranks
             if message.restart:
                 member.digest, update.by_restart = message.digest, True

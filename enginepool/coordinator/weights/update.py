@@ -110,6 +110,8 @@ class Update:
         self.commit_asked = False
         #: the drain is over, or none was wanted: what members have in hand is put back
         self.recalls_now = False
+        #: generations stay in the engines during the load, as the offer says
+        self.keeps_generations = False
         #: batches that were taken back for it
         self.recalled_batches = 0
         #: members take the checkpoint by starting on it; how many there were; why one of them could not

@@ -45,3 +45,10 @@ class EnginePausing:
     async def resume(self) -> None:
         """Go on; nothing where it is not paused."""
         await self._tm.continue_generation(self._requests.ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+def pausing_of(generation: Any) -> EnginePausing:
+    """Those of an `EngineGeneration`. Raises EngineError: there is none, or not yet."""
+    if generation is None:
+        raise EngineError("pause: this engine does not generate")
+    return generation.pausing

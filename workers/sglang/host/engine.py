@@ -29,6 +29,7 @@ from enginepool.workers.engine import (
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.sglang.generate.kv_events import read_kv_events, with_endpoint
+from enginepool.workers.sglang.generate.pausing import pausing_of
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import adapters_of, capabilities_of, what_runs
@@ -268,24 +269,17 @@ class SglangEngine:
 
     def check_pause(self, mode: PauseMode) -> None:
         """Raise EngineError where it cannot be paused so."""
-        self._generating().pausing.check(mode)
+        pausing_of(self._generation).check(mode)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop between two steps; all that SGLang computed before has gone to `emit`. Raises EngineError, EngineDied."""
-        await self._end.unless_over(self._generating().pausing.pause(mode))
+        await self._end.unless_over(pausing_of(self._generation).pause(mode))
         # The schedulers answer in order: what they sent before has been read.
         await self.weights.confirm()
 
     async def resume(self) -> None:
         """Go on; nothing where it is not paused."""
-        await self._end.unless_over(self._generating().pausing.resume())
-
-    def _generating(self) -> EngineGeneration:
-        """Raises EngineError: it does not generate."""
-        self._serving()
-        if self._generation is None:
-            raise EngineError("pause: this engine does not generate")
-        return self._generation
+        await self._end.unless_over(pausing_of(self._generation).resume())
 
     def report_prefixes(self, report: PrefixReport) -> None:
         """Tell `report` what SGLang's radix cache has, where SGLang publishes KV events."""
