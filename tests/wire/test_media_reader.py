@@ -165,8 +165,8 @@ def test_what_can_be_no_prefix_is_refused_with_the_configuration(prefix: str) ->
     ("fields", "said"),
     [
         ({"media_root": "images", "operations": ["generate"]}, "media_root = 'images': an absolute path"),
-        ({"media_root": "/images"}, r"media_root = '/images': only with operations = \['generate'\]"),
-        ({"media_urls": ["https://a.com"]}, r"media_urls = \['https://a.com'\]: only with operations"),
+        ({"media_root": "/images"}, "media_root = '/images': only where operations has 'generate'"),
+        ({"media_urls": ["https://a.com"]}, r"media_urls = \['https://a.com'\]: only where operations has"),
     ],
 )
 def test_settings_of_media_that_have_no_effect_are_refused(fields: dict[str, Any], said: str) -> None:
