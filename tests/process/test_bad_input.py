@@ -115,18 +115,17 @@ def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others
         Vandal(daemon.workers, "worker-coordinator", FROM_WORKERS, 2, enough),
     ]
 
-    async def own_ready(pool: Pool) -> int:
-        """The pool's own workers that are ready."""
-        report = await pool.status()
-        return sum(w.name.startswith("g-") and w.stage == "ready" for w in report.groups[0].workers)
+    async def both_ready(pool: Pool) -> None:
+        """Wait for the pool's own workers."""
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(w.name.startswith("g-") and w.stage == "ready" for w in (await pool.status()).groups[0].workers) < 2:
+                await asyncio.sleep(0.02)
 
     async def scenario() -> None:
         served = 0
         async with Pool.connect(daemon.address) as pool:
-            async with asyncio.timeout(PATIENCE_S):
-                # What a vandal says that it can do binds those who come after it.
-                while await own_ready(pool) < 2:
-                    await asyncio.sleep(0.02)
+            # What a vandal says that it can do binds those who come after it.
+            await both_ready(pool)
             for vandal in vandals:
                 vandal.start()
             while any(vandal.is_alive() for vandal in vandals):
@@ -137,7 +136,8 @@ def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others
                 if served == SERVED:
                     enough.set()
             assert served >= SERVED
-            assert await own_ready(pool) == 2
+            # A publisher may have had one restarted, or woken, with the last of its messages.
+            await both_ready(pool)
 
     asyncio.run(scenario())
     assert sum(vandal.sent for vandal in vandals) >= FROM_CLIENTS + FROM_WORKERS
