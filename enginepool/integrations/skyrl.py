@@ -18,10 +18,12 @@ from typing import Any, cast
 import msgspec
 
 from enginepool.client.arguments import bad, kind
+from enginepool.client.control import MEMORY_TAGS
 from enginepool.client.generations import Generations
 from enginepool.client.pool import Pool
 from enginepool.client.readiness import named_group
-from enginepool.errors import Unsupported
+from enginepool.errors import EngineFailed, Unsupported
+from enginepool.protocol.messages.control import ControlReport
 from enginepool.trainer.publisher import WeightPublisher
 
 _INTERFACE = "skyrl.backends.skyrl_train.inference_servers.base"
@@ -79,11 +81,9 @@ class PoolInferenceEngine(_Interface):
         #: of the pool, if it was opened here
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: WeightPublisher | None = None
-        #: set when a pause is over; None: there is none
-        self._resumed: asyncio.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_pool", "_loop", "_publisher", "_resumed"))}
+        return {**self.__dict__, **dict.fromkeys(("_pool", "_loop", "_publisher"))}
 
     async def _here(self) -> Pool:
         """A pool on the running loop. SkyRL runs one loop after the other."""
@@ -124,8 +124,6 @@ class PoolInferenceEngine(_Interface):
         options["logprobs"] = asked.get("logprobs") is not None
         if model and model != self._name:
             options["adapter"] = model
-        while self._resumed is not None:
-            await self._resumed.wait()
         pool = await self._here()
         prompts: Any = input_batch.get("prompt_token_ids") or ()
         runs = [(ids, len([*equal])) for ids, equal in groupby(prompts)]
@@ -180,16 +178,12 @@ class PoolInferenceEngine(_Interface):
     # --- flow ------------------------------------------------------------------------------------------------------------
 
     async def pause_generation(self) -> None:
-        """Calls of `generate` on this object wait from now on; those that run go on. Updates need no pause: a group is held for
-        its hand-over by itself."""
-        if self._resumed is None:
-            self._resumed = asyncio.Event()
+        """The group starts no work from now on, for all of its clients: `Pool.pause`. Updates need no pause."""
+        _all_did(await (await self._here()).pause(self._group))
 
     async def resume_generation(self) -> None:
-        """The calls that wait begin."""
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            resumed.set()
+        """`Pool.resume`: what waits begins, and what was interrupted goes on after its last token."""
+        _all_did(await (await self._here()).resume(self._group))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Flush the caches of all engines, each once it is idle. `reset_running_requests`: SkyRL asks for an update, which
@@ -198,11 +192,12 @@ class PoolInferenceEngine(_Interface):
             await (await self._here()).flush(self._group)
 
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Raises Unsupported: the engines keep their memory."""
-        raise Unsupported("sleep: the engines of this group keep their memory; use GPUs of their own (colocate_all = false)")
+        """`Pool.sleep`: the engines release these `tags`, by default all. SGLang has no `level`."""
+        _all_did(await (await self._here()).sleep(self._group, tags=kwargs.get("tags") or MEMORY_TAGS))
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """They are awake."""
+        """`Pool.wake`: the engines take back these `tags`, by default all."""
+        _all_did(await (await self._here()).wake(self._group, tags=kwargs.get("tags") or MEMORY_TAGS))
 
     async def get_world_size(self) -> tuple[int, int]:
         """(workers of the group, 1)."""
@@ -257,6 +252,13 @@ def _source(given: Any) -> Any:
         text = f"update_named_weights: {kind(cast('object', given))} without tensors; give a module, a mapping, or chunks"
         raise Unsupported(text)
     return dict(_pairs([given] if hasattr(given, "tensors") else given))
+
+
+def _all_did(report: ControlReport) -> None:
+    """Raises EngineFailed where a worker could not do it. One that starts is awake and has no work, but needs its memory."""
+    fine = {""} if report.command == "sleep" else {"", "pool_down"}
+    if failed := [f"{worker.name}: {worker.message}" for worker in report.workers if worker.code not in fine]:
+        raise EngineFailed(f"{report.command}: {'; '.join(failed[:3])}")
 
 
 def _pairs(chunks: Any) -> Iterator[tuple[str, Any]]:

@@ -145,8 +145,12 @@ def test_it_generates_pauses_and_publishes(processes: Processes, tmp_path: Path)
         for refused in (SimpleNamespace(lora_path="/adapters/1"), {"names": ["weight"]}, SimpleNamespace(names=["weight"])):
             with pytest.raises(errors.Unsupported):
                 await client.update_named_weights(refused)
-        with pytest.raises(errors.Unsupported):
-            await client.sleep(level=2)
+        await client.sleep(level=2)
+        waiting = asyncio.ensure_future(client.generate(batch))
+        await client.wake_up(tags=["weights"])
+        assert (await client.update_named_weights(some_weights(3))).version == 3 and not waiting.done()
+        await client.wake_up(tags=["kv_cache", "cuda_graph"])
+        assert len((await waiting)["response_ids"]) == len(prompts)
         await client.teardown()
 
     run(scene)
@@ -158,7 +162,7 @@ def test_it_generates_pauses_and_publishes(processes: Processes, tmp_path: Path)
             check(
                 await one.generate({"prompt_token_ids": [[5]], "sampling_params": SAMPLING}),
                 [[5]],
-                **{"spans": [(2, 20)]} | digests,
+                **{"spans": [(3, 20)]} | digests,
             )
             await one.teardown()
 
@@ -167,7 +171,7 @@ def test_it_generates_pauses_and_publishes(processes: Processes, tmp_path: Path)
             await pool.ready(PATIENCE_S)
             return (await pool.status()).groups[0].digest
 
-    digests = {"digests": {2: asyncio.run(committed())}}
+    digests = {"digests": {3: asyncio.run(committed())}}
     run(again)
 
 
