@@ -109,6 +109,15 @@ class TaskLedger:
         """Drop all generations, and nothing else."""
         return self._stop(self.generating.copy())
 
+    def is_copy(self, task: TaskId) -> bool:
+        """Whether a generation was taken before, or is not wanted any more."""
+        return task[0] == self.latest[0] and task <= self.latest
+
+    def stop_up_to(self, task: TaskId) -> list[WorkerEffect]:
+        """Drop the generations up to this one, and nothing else. None of them is taken any more."""
+        self.latest = max(self.latest, task)
+        return self._stop({one for one in self.generating if one <= task})
+
     def _stop(self, tasks: set[TaskId]) -> list[WorkerEffect]:
         self.generating -= tasks
         self.running -= tasks

@@ -172,9 +172,9 @@ class WorkerMachine:
             effects += self._drop_all("a coordinator ended")
         if self.ended:
             return effects
-        effects += [ev.ReportPrefixes(), SendToCoordinator(wire.Idle(self.epoch)), self._say_stage()]
-        effects += [*self.work.unsaid(), *self.updates.kept_answers()]
-        return effects + self._end_if_drained()
+        effects += [*self.work.stop_up_to((self.epoch, message.counter)), ev.ReportPrefixes()]
+        effects += [SendToCoordinator(wire.Idle(self.epoch)), self._say_stage()]
+        return [*effects, *self.work.unsaid(), *self.updates.kept_answers(), *self._end_if_drained()]
 
     def _drop_all(self, why: str) -> list[WorkerEffect]:
         """Drop the work of a coordinator that has forgotten this worker."""
@@ -224,7 +224,7 @@ class WorkerMachine:
 
     def _start(self, message: wire.StartGeneration, run: Run) -> list[WorkerEffect]:
         """A generation that is delivered twice runs once."""
-        return self._work(message.task, run) if message.task > self.work.latest else []
+        return [] if self.work.is_copy(message.task) else self._work(message.task, run)
 
     def _generated(self, event: ev.StepsDone) -> list[WorkerEffect]:
         if event.epoch != self.epoch or not self.registered:

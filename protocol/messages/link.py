@@ -105,12 +105,14 @@ class Exiting(Message, tag="exiting"):
 
 class Accept(Message, tag="accept"):
     """Answer to `register`. After `orphan_s` seconds without a word from a coordinator the worker ends itself. `halvings`: how
-    often an engine that is started now should halve its budgets."""
+    often an engine that is started now should halve its budgets. `counter`: of the last task of this epoch; generations up to
+    it came on an earlier link, and end."""
 
     epoch: int
     protocol: int = PROTOCOL_VERSION
     orphan_s: float = 60.0
     halvings: int = 0
+    counter: int = 0
 
 
 class WorkerSettings(Message, tag="settings"):

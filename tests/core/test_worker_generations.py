@@ -154,6 +154,17 @@ def test_tasks_end_with_the_link_on_which_they_came(event: WorkerEvent) -> None:
     assert worker.machine.work.running == {(EPOCH, 2)}, "the answer to a batch is kept for the next link"
 
 
+def test_tasks_of_an_earlier_link_end_when_the_next_one_is_accepted_and_later_ones_go_on() -> None:
+    worker = Worker()
+    worker.do(Disconnected(0.0))
+    worker.do(Connected(0.0))
+    worker.hear(start(3))  # it was on its way when the link broke
+    assert CancelGenerations([(EPOCH, 3)]) in worker.hear(Accept(EPOCH, counter=5))
+    assert worker.hear(start(4)) == worker.hear(start(5)) == []
+    assert worker.hear(start(6)) == [RunGeneration(start(6))]
+    assert CancelGenerations not in kinds(worker.hear(Accept(EPOCH, counter=5))), "a copy of it comes late"
+
+
 def test_a_stopped_task_is_cancelled_and_holds_up_no_other_work() -> None:
     worker = Worker()
     for counter in (1, 2):

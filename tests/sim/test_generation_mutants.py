@@ -141,10 +141,11 @@ def workers_go_on_with_what_is_stopped(patch: pytest.MonkeyPatch) -> None:
 
 
 def generations_outlive_their_link(patch: pytest.MonkeyPatch) -> None:
-    def stop_all(self: TaskLedger) -> list[Any]:
+    def stop_none(self: TaskLedger, *_: object) -> list[Any]:
         return []
 
-    patch.setattr(TaskLedger, "stop_all", stop_all)
+    patch.setattr(TaskLedger, "stop_all", stop_none)
+    patch.setattr(TaskLedger, "stop_up_to", stop_none)
 
 
 def all_tokens_are_said_to_be_of_the_last_weights(patch: pytest.MonkeyPatch) -> None:

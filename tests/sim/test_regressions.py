@@ -32,6 +32,16 @@ UPDATES = [
     (30744, 6, True, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]
 
+#: with generations; seed, workers, what else
+GENERATIONS = [
+    (
+        2082,
+        3,
+        ("updates", "restarts"),
+        "a sequence was stopped on a link that broke, its worker read it later, and ran it next to what filled its slots",
+    ),
+]
+
 
 @pytest.mark.parametrize(("seed", "workers"), sorted({(seed, workers) for seed, workers, _ in SHOWED}))
 def test_what_failed_once_holds(seed: int, workers: int) -> None:
@@ -41,3 +51,8 @@ def test_what_failed_once_holds(seed: int, workers: int) -> None:
 @pytest.mark.parametrize(("seed", "workers", "packed"), [one[:3] for one in UPDATES])
 def test_what_failed_once_in_updates_holds(seed: int, workers: int, packed: bool) -> None:
     assert simulate(seed, workers, packed=packed, updates=True).events > 0
+
+
+@pytest.mark.parametrize(("seed", "workers", "flags"), [one[:3] for one in GENERATIONS])
+def test_what_failed_once_in_generations_holds(seed: int, workers: int, flags: tuple[str, ...]) -> None:
+    assert simulate(seed, workers, generating=True, **dict.fromkeys(flags, True)).events > 0

@@ -69,8 +69,9 @@ class Registration:
         core.wake(group)
         core.worker_links[e.link] = worker
         orphan_s = core.config.timing.orphan_s
-        core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings)))
-        # Tokens that were on their way are lost with the old link.
+        accept = Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings, counter=core.counter)
+        core.effects.append(ToWorker(e.link, accept))
+        # Tokens that were on their way are lost with the old link, and so are orders to stop.
         self.workers.recall_streams(worker)
         # Batches that were sent on the old link may be lost, so they are sent again. The worker runs a batch id once.
         for batch in worker.batches.values():
