@@ -438,6 +438,7 @@ class Plan:
         """Nothing but links breaks."""
         links = ("worker_link", "client_link", "status")
         self.faults = [fault for fault in self.faults if fault[1] in links]
+        self.triggers = [trigger for trigger in self.triggers if trigger[1] in (*links, "publisher_link")]
         self.mix.poison = self.mix.choking = 0.0
         self.unusable = 0.0
         quick = self.conditions

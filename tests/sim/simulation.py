@@ -83,7 +83,8 @@ class Simulation:
         self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
         self.cluster.unusable, self.cluster.unstaged = plan.unusable, plan.unstaged
         self.cluster.unloadable, self.cluster.strict = plan.unloadable, plan.strict
-        self.oracle.gentle = plan.gentle
+        # An engine that runs out of memory takes its update with it, and with engines that do, offers may have flaws.
+        self.oracle.gentle = plan.gentle and not plan.memory
         self.oracle.stops = any(kind == "coordinator_stop" for _, kind in plan.faults)
         self.cluster.unstartable = plan.unstartable
         if plan.gentle:

@@ -40,6 +40,7 @@ GENERATIONS = [
         ("updates", "restarts"),
         "a sequence was stopped on a link that broke, its worker read it later, and ran it next to what filled its slots",
     ),
+    (2, 3, ("updates", "faulty", "starved"), "the simulator expected that engines take an update whose names they do not know"),
 ]
 
 
