@@ -150,6 +150,27 @@ def test_a_client_has_one_turn_where_its_requests_have_several_signatures() -> N
     assert answered_after(pool, light) == 2, "after one batch of the other client, not one of each signature"
 
 
+@pytest.mark.parametrize("finished", range(4))
+def test_a_cancelled_request_costs_its_client_no_turn_in_another_signature(finished: int) -> None:
+    can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)
+    pool = Pool()
+    greedy, light, later = pool.client(), pool.client(), pool.client()
+    for number in range(0, 20, 2):
+        pool.submit(greedy, number, work(8, labels=()))
+        pool.submit(greedy, number + 1, work(8, labels=(), hidden=True))
+    pool.worker(can=can)
+    for _ in range(finished):
+        pool.finish(pool.batches[0])
+    pool.submit(light, 1, work(8, labels=()))
+    pool.submit(light, 2, work(8, labels=(), hidden=True))
+    pool.do(ev.CancelAsked(0, light, 2))
+    pool.submit(later, 1, work(8, labels=()))
+    for _ in range(4):
+        pool.finish(pool.batches[0])
+    order = [one.link for one in pool.sent if isinstance(one.message, Result) and one.link != greedy]
+    assert order == [light, later]
+
+
 @pytest.mark.parametrize("max_item", [0, 90])
 def test_a_batch_of_short_rows_counts_as_a_whole_batch(max_item: int) -> None:
     pool = Pool()

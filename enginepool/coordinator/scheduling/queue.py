@@ -118,14 +118,16 @@ class Queue(Generic[R]):
         return best
 
     def pop(self, lane: Lane[R], weight: float, *, forgotten: bool = False) -> None:
-        """The head of `lane` was given to a worker, for which it weighs so much: it leaves. `forgotten`: its key has left."""
+        """The head of `lane` was given to a worker, for which it weighs so much: it leaves. `forgotten`: it leaves
+        unserved, and its key has left."""
         key, priority, line = lane[0]
         start, _, flow = line[0]
         request = flow.popleft()
         if request.lane is self:
             request.lane = None
         self.size -= 1
-        after = self._charge(line, request.client, start, weight)
+        # Who was not served in this lane is not behind others for it in another one, where virtual time may be less.
+        after = start if forgotten else self._charge(line, request.client, start, weight)
         if flow:
             heapreplace(line, (after, flow[0].seq, flow))
         else:
