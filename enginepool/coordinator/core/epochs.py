@@ -11,7 +11,9 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import RaiseEpoch
 from enginepool.protocol.messages import MAX_EPOCH
 
-#: by how much more than what was heard: a second of the clock that epochs follow, so that no other start has used the epoch
+#: By at least how much more than what was heard: a second of the clock that epochs follow, so that no other start has used the
+#: epoch. The part of a second at which this coordinator started is added: if the journal is lost twice, the peer may not have
+#: heard the epoch that was raised the first time.
 STEP = 1_000_000
 #: how often peers of a role may raise the epoch, all times counted together
 RAISES_BY_CLIENTS, RAISES_BY_WORKERS = 8, 64
@@ -24,5 +26,6 @@ def rise_above(core: Context, heard: int, who: str, most: int) -> str:
         return f"{told} It is not followed: the highest epoch that is followed is {MAX_EPOCH}"
     if core.raises >= most:
         return f"{told} It is not followed: peers of this role have raised the epoch of this journal {most} times"
-    core.effects.append(RaiseEpoch(heard + STEP, f"{told} The coordinator starts again with a higher epoch"))
+    epoch = heard + STEP + core.epoch % STEP
+    core.effects.append(RaiseEpoch(epoch, f"{told} The coordinator starts again with a higher epoch"))
     return ""
