@@ -53,7 +53,7 @@ def work(
     return SCORE.open(score, [bytes(4 * query), ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
 
 
-def text(query: str, items: list[str]) -> ScoreWork:
+def text(query: str, items: list[str], *, hidden: bool = False) -> ScoreWork:
     """A text request."""
     data = [item.encode() for item in items]
     specs = [
@@ -62,7 +62,7 @@ def text(query: str, items: list[str]) -> ScoreWork:
         FrameSpec("item_lengths", "uint32", (len(items),)),
     ]
     lengths = np.array([len(d) for d in data], np.uint32).tobytes()
-    return SCORE.open(Score(1, specs, labels=[1]), [query.encode(), b"".join(data), lengths])
+    return SCORE.open(Score(1, specs, labels=[1], hidden=hidden), [query.encode(), b"".join(data), lengths])
 
 
 def config(

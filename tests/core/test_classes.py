@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.config_loader import check_config
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
@@ -384,6 +384,19 @@ def test_once_no_plain_worker_will_come_back_what_needs_one_is_told_so() -> None
     assert list(results(pool.sent)) == [3]
     assert "no plain worker is left" in failures(pool.sent)[1].message
     assert "no such kernel" in failures(pool.sent)[1].message
+
+
+def test_text_whose_hidden_states_no_packed_worker_gives_does_not_wait_for_a_plain_one_that_never_comes() -> None:
+    """How large they are is not known then. A guess fits no window, and the caller would be told to come back without end."""
+    limits = Limits(window_bytes=10_000)
+    pool = Pool(msgspec.structs.replace(packing_config(2, 1), limits=limits))
+    client = pool.client()
+    start(pool, 1, PACKED)
+    pool.submit(client, 1, text("q", ["a"], hidden=True))
+    assert codes(pool.sent) == ["busy"], "the plain worker is still loading"
+    pool.do(ev.WorkerExited(0, pool.machine.core.groups["g"].slots[0].incarnation, "exit code 78", True))
+    pool.submit(client, 1, text("q", ["a"], hidden=True))
+    assert codes(pool.sent) == ["busy", "pool_down"]
 
 
 def test_once_no_packed_worker_will_come_back_what_only_fits_one_is_told_so() -> None:

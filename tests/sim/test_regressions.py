@@ -5,6 +5,8 @@ A seed means a schedule only as long as the simulator draws in the same order: a
 looks for the seed that shows it now.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.sim.simulation import simulate
@@ -43,6 +45,17 @@ GENERATIONS = [
     (2, 3, ("updates", "faulty", "starved"), "the simulator expected that engines take an update whose names they do not know"),
 ]
 
+#: in rarer surroundings; seed, workers, flags
+OTHERS = [
+    (
+        178,
+        3,
+        ("packed", "unloadable", "crowded", "embedding"),
+        "text with hidden states was told to come back without end, when its plain worker was given up before it was ready",
+    ),
+    (3255, 8, ("crowded",), "a cancelled request cost its client a turn in another signature"),
+]
+
 
 @pytest.mark.parametrize(("seed", "workers"), sorted({(seed, workers) for seed, workers, _ in SHOWED}))
 def test_what_failed_once_holds(seed: int, workers: int) -> None:
@@ -56,4 +69,11 @@ def test_what_failed_once_in_updates_holds(seed: int, workers: int, packed: bool
 
 @pytest.mark.parametrize(("seed", "workers", "flags"), [one[:3] for one in GENERATIONS])
 def test_what_failed_once_in_generations_holds(seed: int, workers: int, flags: tuple[str, ...]) -> None:
-    assert simulate(seed, workers, generating=True, **dict.fromkeys(flags, True)).events > 0
+    options: dict[str, Any] = dict.fromkeys(flags, True)
+    assert simulate(seed, workers, generating=True, **options).events > 0
+
+
+@pytest.mark.parametrize(("seed", "workers", "flags"), [one[:3] for one in OTHERS])
+def test_what_failed_once_elsewhere_holds(seed: int, workers: int, flags: tuple[str, ...]) -> None:
+    options: dict[str, Any] = dict.fromkeys(flags, True)
+    assert simulate(seed, workers, **options).events > 0

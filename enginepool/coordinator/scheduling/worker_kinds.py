@@ -38,7 +38,8 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     if plain is not None:
         wrong = operation.refuse(work, plain) if operation.name in plain.operations else _unserved(work, plain)
     if work.text:
-        return wrong or expected
+        # Its ids may be packed, but for an answer of which packed workers do not say how large it is.
+        return wrong or (expected if operation.knows_outputs(work, packed) else PLAIN)
     found = PACKED if operation.packs(work, packed) else 0
     if wrong is None:
         return found | PLAIN
