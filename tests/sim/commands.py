@@ -150,7 +150,8 @@ class CommandWatch:
         workers = self.machine.core.groups[group].workers.values()
         kept = any(worker.name == row.name and worker.joined <= taken for worker in workers)
         if row.code == "engine_error":
-            assert not kept, f"{row} is not lost"
+            # A caller may let a group go on before all of its engines were paused.
+            assert not kept or "generations run" in row.message, f"{row} is not lost"
         elif row.code == "deadline_exceeded":
             assert self.machine.core.now >= taken + self.seconds, f"{row} had less than {self.seconds:g} s"
         else:

@@ -295,6 +295,14 @@ class SimEngine:
             self.world.after(self.profile.step_s, self._run_command)
             return
         self._commands.popleft()
+        if command.command == "pause" and self.generator.wanted:
+            # A caller let the group go on before the engine was empty.
+            later = any(run.command.command == "resume" for run in self._commands)
+            assert later, f"{self.host.name}: {command} while it generates"
+            answer = Commanded(command.task, "engine_error", "generations run, and an engine can pause only while nothing runs")
+            self.host.post(CommandDone(self.world.now, answer))
+            self._next()
+            return
         name, tags = self.host.stager.name, set(command.tags or TAGS)
         self.oracle.commands.ran[command.command, name] = self.world.now
         before, lost = set(self.asleep), False
@@ -303,7 +311,7 @@ class SimEngine:
             self.asleep |= tags
         elif command.command == "wake":
             self.asleep -= tags
-        if self.asleep - before or command.command == "pause":
+        if self.asleep - before:
             assert not self.generator.wanted, f"{self.host.name}: {command} while it generates"
         if lost:
             self.version, self.digest = 0, LOST_WEIGHTS
