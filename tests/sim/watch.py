@@ -50,6 +50,8 @@ class Watch:
         #: by group: the phase of its update
         self._phases: dict[str, str] = {}
         self._sent: set[m.TaskId] = set()
+        #: whose tasks were started, and not taken back
+        self._generations: dict[m.TaskId, Request] = {}
         self._trials: dict[str, RunningBatch] = {}
         self._shares = Shares()
         #: budgets stay what they are: what a worker had that ran out of memory is sent again first, in smaller batches
@@ -69,6 +71,8 @@ class Watch:
         new: list[RunningBatch] = []
         tasks: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
+        #: came back in this turn, perhaps to make room after others had their turn
+        back: set[Request] = set()
         for effect in effects:
             if type(effect) is ToClient:
                 self.commands.sent(effect)
@@ -87,6 +91,10 @@ class Watch:
                 new.append(core.worker_links[effect.link].batches[message.batch])
             elif type(message) is m.StartGeneration and message.task in core.worker_links[effect.link].batches:
                 tasks.append(core.worker_links[effect.link].batches[message.task])
+                self._generations[message.task] = tasks[-1].slices[0][0]
+            elif type(message) is m.StopGeneration:
+                stopped = [(message.epoch, counter) for counter in message.tasks]
+                back.update(self._generations.pop(task) for task in stopped if task in self._generations)
         self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
@@ -97,7 +105,7 @@ class Watch:
             if (new or tasks) and not group.on_hold:
                 started = [task for task in tasks if task.worker.group is group]
                 if mine or started:
-                    self._in_order(group, mine + started)
+                    self._in_order(group, mine + started, back)
             if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
@@ -214,9 +222,9 @@ class Watch:
             first = min(group.texts.waiting(), key=_rank, default=request)
             assert _rank(request) <= _rank(first), f"the text of {request} was given to a worker before that of {first}"
 
-    def _in_order(self, group: Group, batches: Sequence[RunningBatch]) -> None:
+    def _in_order(self, group: Group, batches: Sequence[RunningBatch], back: set[Request]) -> None:
         """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
-        waiting = group.queue.waiting()
+        waiting = [request for request in group.queue.waiting() if request not in back]
         clients = {request.client for batch in batches for request, _, _ in batch.slices}
         oldest: dict[Flow, Request] = {}
         for request in waiting:
