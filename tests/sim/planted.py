@@ -48,7 +48,7 @@ SHOWN_BY = {
     "no_group_starts_again_after_its_engines_ran_out_of_memory": 17,
     "lanes_are_not_built_anew_where_classes_change": 386,
     "rows_and_sequences_wait_for_each_other": 18,
-    "batches_count_next_to_sequences": 76,
+    "batches_count_next_to_sequences": 480,
     "rows_that_hang_have_time_while_tokens_arrive": 58,
 }
 

@@ -44,8 +44,8 @@ class Shares:
         #: by client: that weight when it was served last, and the part that was its
         self._served: dict[tuple[Level, Client], tuple[float, float]] = {}
 
-    def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
-        """These batches were sent."""
+    def after(self, group: Group, batches: Sequence[RunningBatch], tasks: Sequence[RunningBatch]) -> None:
+        """These batches of rows and these tasks that generate were sent."""
         mixed = group.plain and group.packed
         before = self._waits.get(group.name)
         waits = [wait for wait in before if _waits(wait.request)] if before and not mixed else []
@@ -55,6 +55,8 @@ class Shares:
                 request = wait.request
                 if batch.trial or request.client is opener.client or request.priority != opener.priority:
                     continue
+                if request.generation is not None:
+                    continue  # it waits for a slot, and rows have room of their own
                 if not request.classes & batch.worker.class_:
                     continue
                 if group.config.ageing_s is not None and request.work.signature != opener.work.signature:
@@ -69,11 +71,17 @@ class Shares:
                     # Most rows are short there, and the queue counts each as its share of a full batch. Where most are long,
                     # the looser count finds more: a client counts as light although short rows brought it into debt.
                     weight = max(weight, rows * row_share(can))
-                self._sent[level] = self._sent.get(level, 0.0) + weight
-                self._served[level, request.client] = self._sent[level], weight
-                # A client that was served in another signature since is not a light one any more.
-                waits = [wait for wait in waits if (wait.request.client, wait.request.priority) != (request.client, level[1])]
+                waits = self._serve(level, request.client, weight, waits)
+        for task in tasks:
+            request = task.slices[0][0]
+            waits = self._serve((group.name, request.priority), request.client, task.cost, waits)
         self._waits[group.name] = waits + self._new(group)
+
+    def _serve(self, level: Level, client: Client, weight: float, waits: list[Wait]) -> list[Wait]:
+        """A client is served. A light one that was served in another signature since is not one any more: the other waits."""
+        self._sent[level] = self._sent.get(level, 0.0) + weight
+        self._served[level, client] = self._sent[level], weight
+        return [wait for wait in waits if (wait.request.client, wait.request.priority) != (client, level[1])]
 
     def _new(self, group: Group) -> list[Wait]:
         newest = self._newest.get(group.name, 0)

@@ -101,7 +101,7 @@ class Watch:
             self._trial(group)
             mine = [batch for batch in new if batch.worker.group is group] if new else new
             if self.fair:
-                self._shares.after(group, mine)
+                self._shares.after(group, mine, [task for task in tasks if task.worker.group is group])
             if (new or tasks) and not group.on_hold:
                 started = [task for task in tasks if task.worker.group is group]
                 if mine or started:
