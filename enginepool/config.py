@@ -121,6 +121,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_updates: Literal["rolling", "at_once"] = "rolling"
     #: directories under which a published checkpoint may lie; empty: the folder of `model` itself, where it is one
     checkpoint_roots: list[str] = []
+    #: directories, on the hosts of the workers, under which LoRA adapters that are loaded by path may lie; empty: nowhere
+    adapter_roots: list[str] = []
     #: the folder, on the hosts of the workers, under which prompts may name images, videos and audio by path; empty: nowhere
     media_root: str = ""
     #: prefixes of URLs from which workers fetch them, such as https://images.example.com/public/; empty: none is fetched

@@ -7,7 +7,7 @@ import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -161,6 +161,10 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
     for index, root in enumerate(group.checkpoint_roots):
         absolute = root.startswith(("/", "~"))
         need(absolute, f"{at}.checkpoint_roots[{index}]", root, "an absolute path of a directory, or one that begins with ~")
+    for index, root in enumerate(group.adapter_roots):
+        absolute = root.startswith(("/", "~")) and "generate" in group.operations
+        allowed = "an absolute path of a directory, or one that begins with ~; only with operations = ['generate']"
+        need(absolute, f"{at}.adapter_roots[{index}]", root, allowed)
     for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
         value = getattr(group, key)
         need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
@@ -229,16 +233,22 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
 
 
 def resolve_roots(config: PoolConfig) -> PoolConfig:
-    """`config` with the `checkpoint_roots` of each group as absolute paths, and without symbolic links as well; the default
-    filled in. The coordinator compares paths as texts, and its workers resolve them again."""
+    """`config` with the `checkpoint_roots` and `adapter_roots` of each group as absolute paths, and without symbolic links as
+    well; the default filled in. The coordinator compares paths as texts, and its workers resolve them again."""
     groups: dict[str, GroupConfig] = {}
     for name, group in config.groups.items():
         model = os.path.expanduser(group.model)
         given = group.checkpoint_roots or ([model] if os.path.isdir(model) else [])
-        roots = [os.path.abspath(os.path.expanduser(root)) for root in given]
-        roots = list(dict.fromkeys([*roots, *map(os.path.realpath, roots)]))
-        groups[name] = msgspec.structs.replace(group, checkpoint_roots=roots)
+        groups[name] = msgspec.structs.replace(
+            group, checkpoint_roots=_resolved(given), adapter_roots=_resolved(group.adapter_roots)
+        )
     return msgspec.structs.replace(config, groups=groups)
+
+
+def _resolved(given: Iterable[str]) -> list[str]:
+    """These directories as absolute paths, and without symbolic links as well."""
+    roots = [os.path.abspath(os.path.expanduser(root)) for root in given]
+    return list(dict.fromkeys([*roots, *map(os.path.realpath, roots)]))
 
 
 def check_models(config: PoolConfig, where: str) -> PoolConfig:

@@ -241,6 +241,8 @@ def read_generated(answer: Generated, frames: Sequence[Buffer], rows: int, asked
         raise _malformed("spans", f"of {len(answer.spans)} sequences; {rows} were asked for")
     if answer.places and len(answer.places) != rows:
         raise _malformed("places", f"of {len(answer.places)} sequences; {rows} were asked for")
+    if answer.adapters and len(answer.adapters) != rows:
+        raise _malformed("adapters", f"of {len(answer.adapters)} sequences; {rows} were asked for")
     columns = (join_columns(frames[2], frames[3], frames[4], top) if top else frames[2]) if logprobs else b""
     tokens, chances, width = memoryview(frames[0]).cast("B"), memoryview(columns).cast("B"), 4 * asked.width
     states, row = read_hidden(specs, frames), 4 * (hidden or 0)

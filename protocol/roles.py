@@ -34,6 +34,8 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "pong": "client",
     "inspect_weights": "publisher",
     "control": "publisher",
+    "load_adapter": "publisher",
+    "unload_adapter": "publisher",
     "publish": "publisher",
     "renew": "publisher",
     "sent": "publisher",

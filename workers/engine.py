@@ -256,6 +256,15 @@ class Engine(Protocol):
         `start`."""
         ...
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in the folder `path`, which was checked, under `name`, which it has none of, while it serves.
+        Raises EngineError: nothing has changed."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that no task uses. Raises EngineError."""
+        ...
+
     async def flush(self) -> None:
         """Forget all prefixes that were computed before. Called while no batch is inside. Raises EngineError."""
         ...

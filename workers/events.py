@@ -18,6 +18,7 @@ from enginepool.protocol.messages import (
     Tokenize,
     Tokenized,
 )
+from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
@@ -135,11 +136,13 @@ class GenerationLeft(WorkerEvent, frozen=True):
 
 class CommandDone(WorkerEvent, frozen=True):
     """What became of a `RunCommand`. `asleep`: what is released of the engine's memory since then; None: it did not change.
-    `lost_weights`: with its weights, which the engine does not have again when their memory is taken back."""
+    `lost_weights`: with its weights, which the engine does not have again when their memory is taken back. `adapters`: those
+    that are loaded, after a change of them."""
 
-    answer: Commanded
+    answer: Commanded | AdapterChanged
     asleep: list[MemoryTag] | None = None
     lost_weights: bool = False
+    adapters: tuple[str, ...] | None = None
 
 
 #: how Python, torch, and CUDA's libraries say that a forward needs more memory than there is
@@ -256,9 +259,10 @@ class ReportPrefixes(WorkerEffect, frozen=True):
 
 
 class RunCommand(WorkerEffect, frozen=True):
-    """Run a command between two batches of the engine; exactly one `CommandDone` follows, unless the engine is lost."""
+    """Run a command between two batches of the engine, or a change of adapters at once. Exactly one `CommandDone`
+    follows, unless the engine is lost."""
 
-    command: Command
+    command: Command | ChangeAdapter
 
 
 class RunWeights(WorkerEffect, frozen=True):

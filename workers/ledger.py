@@ -151,8 +151,10 @@ class TaskLedger:
         self.unsent.clear()
         return _cancel(cancelled)
 
-    def check(self, epoch: int) -> None:
-        """Raise AssertionError when an invariant of the state does not hold."""
+    def check(self, epoch: int, *, registered: bool, loaded: bool) -> None:
+        """Raise AssertionError when an invariant does not hold. `registered`: the link is usable. `loaded`: the engine is."""
+        assert loaded or not self.running
+        assert not registered or not self.unsent, "the link is usable and answers are not sent"
         assert self.held.keys() <= self.running
         assert not self.running & self.answers.keys(), "answered and running"
         assert not self.running & self.unsent.keys()

@@ -15,6 +15,8 @@ import msgspec
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Batch, Done, Exiting, MediumKind, TaskId, Tokenize, Tokenized
+from enginepool.protocol.messages.adapters import ChangeAdapter
+from enginepool.workers.adapters import AdapterRunner
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
 from enginepool.workers.commands import CommandRunner
@@ -23,6 +25,7 @@ from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.events import (
     CancelGenerations,
+    CommandDone,
     DrainWanted,
     EndProcess,
     EngineLost,
@@ -90,6 +93,7 @@ class WorkerProcess:
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.between = BetweenBatches()
+        self.adapters = AdapterRunner(engine, spec.adapter_roots, spec.adapter_store)
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
         self.commands = CommandRunner(engine, self.feed, self.between, self.generations)
@@ -147,7 +151,8 @@ class WorkerProcess:
         elif isinstance(effect, CancelGenerations):
             self.generations.cancel(effect.tasks)
         elif isinstance(effect, RunCommand):
-            self._spawn(self.commands.run(effect.command))
+            command = effect.command
+            self._spawn(self._change_adapter(command) if isinstance(command, ChangeAdapter) else self.commands.run(command))
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
         elif isinstance(effect, ResumeEngine):
@@ -307,6 +312,14 @@ class WorkerProcess:
             return encode_ids(task, await self.engine.tokenize(decode_texts(run.task, run.frames)))
         except WireError as error:
             return Tokenized(task, code=error.code, message=error.message, field=error.field, limit=error.limit), ()
+
+    async def _change_adapter(self, message: ChangeAdapter) -> None:
+        try:
+            answer = await self.adapters.run(message)
+        except EngineDied as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
+        self.feed(CommandDone(time.monotonic(), answer, adapters=tuple(self.adapters.loaded)))
 
 
 def wants_room(spec: WorkerSpec) -> bool:

@@ -30,6 +30,7 @@ from typing import Any, get_args
 from enginepool.protocol import messages as wire
 from enginepool.protocol.messages.control import Command
 from enginepool.workers import events as ev
+from enginepool.workers.adapter_state import AdapterState
 from enginepool.workers.draining import Draining
 from enginepool.workers.events import SendToCoordinator, WorkerEffect, farewell
 from enginepool.workers.ledger import Run, TaskLedger
@@ -83,8 +84,8 @@ class WorkerMachine:
         self.halvings = 0
         #: set once the engine is loaded
         self.capabilities: wire.Capabilities | None = None
-        #: the weights in the engine, and what is asked about them; what of its memory is released
-        self.updates, self.memory = WorkerUpdates(), MemoryState()
+        #: the weights in the engine, and what is asked about them; what of its memory is released; its LoRA adapters
+        self.updates, self.memory, self.adapters = WorkerUpdates(), MemoryState(), AdapterState()
         #: the batches, texts and generations that it was given
         self.work = TaskLedger()
         self.draining = Draining(drain_s)
@@ -157,6 +158,7 @@ class WorkerMachine:
             wire.Expired: lambda _, m: self._expired(m),
             wire.Drain: lambda _, m: self._drain("the coordinator asked for it"),
             Command: lambda _, m: self._allowed([self.memory.take(m, self.epoch, self.stage, takes_weights=self.updates.busy)]),
+            wire.ChangeAdapter: lambda _, m: self._allowed(self.adapters.take(m, self.epoch, self.stage)),
             **dict.fromkeys(get_args(ev.Asked), lambda e, m: self._weights(m, e.frames)),
         }
 
@@ -179,6 +181,7 @@ class WorkerMachine:
     def _drop_all(self, why: str) -> list[WorkerEffect]:
         """Drop the work of a coordinator that has forgotten this worker."""
         cancel = self.work.drop()
+        self.adapters.forget()
         if self.updates.exposed:
             # The rest of what the engine receives, and whether it is committed, will never be known.
             reason = f"{why} while the engine took weights from its publisher"
@@ -239,7 +242,8 @@ class WorkerMachine:
     def _commanded(self, event: ev.CommandDone) -> list[WorkerEffect]:
         self.memory.done(event)
         self.updates.memory_changed(event)
-        return [*self._resumed(), *self._allowed([SendToCoordinator(event.answer)])]
+        unknown = self.adapters.done(event)
+        return [*self._resumed(), *self._allowed([self._say_stage() if unknown else SendToCoordinator(event.answer)])]
 
     def _finished(self, task: wire.TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
@@ -289,7 +293,7 @@ class WorkerMachine:
             updates.changed = True
             return SendToCoordinator(wire.Stage("loading", "takes weights" if updates.busy else "sleeps or wakes"))
         if self.stage == "ready" and self.capabilities is not None:
-            return SendToCoordinator(updates.ready(self.capabilities, self.memory.asleep))
+            return SendToCoordinator(updates.ready(self.capabilities, self.memory.asleep, self.adapters.loaded))
         return SendToCoordinator(wire.Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
     def _engine_stage(self, event: ev.EngineStage) -> list[WorkerEffect]:
@@ -338,13 +342,9 @@ class WorkerMachine:
 
     def check(self) -> None:
         """Raise AssertionError when an invariant of the state does not hold."""
-        work = self.work
-        work.check(self.epoch)
-        check_updates(self.updates, work, bool(self.memory.commanded))
+        check_updates(self.updates, self.work, bool(self.memory.commanded))
+        self.work.check(self.epoch, registered=self.registered, loaded=self.capabilities is not None)
+        self.silence.check(self.now)
         assert not self.registered or self.linked
-        assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
-        assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None
         assert (self.stage == "draining") == (self.draining.until is not None)
-        assert self.capabilities is not None or not work.running
-        assert self.silence.heard_at <= self.now and self.silence.asked_at <= self.now

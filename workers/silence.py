@@ -44,6 +44,10 @@ class CoordinatorSilence:
         """Whether the worker ends."""
         return now - self.heard_at >= self.orphan_s and not self.external
 
+    def check(self, now: float) -> None:
+        """Raise AssertionError when an invariant does not hold."""
+        assert self.heard_at <= now and self.asked_at <= now
+
     def line(self, now: float) -> str:
         """What the log says of a long silence, once, or ""."""
         silent = now - self.heard_at

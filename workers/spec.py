@@ -30,6 +30,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
         its files is `checkpoint_digest` once the engine has loaded them.
     stager: path of the Unix socket of this worker's stager; empty: there is none.
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
+    adapter_roots: directories under which LoRA adapters that are loaded by path may lie; empty: nowhere.
+    adapter_store: where the coordinator keeps those that came as tensors; empty: out of reach of this worker.
     media_root: the folder under which media of prompts may be named by path; empty: none is read.
     media_urls: prefixes of URLs from which media of prompts are fetched; empty: none is.
     keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
@@ -49,6 +51,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     version: int = 0
     stager: str = ""
     checkpoint_roots: tuple[str, ...] = ()
+    adapter_roots: tuple[str, ...] = ()
+    adapter_store: str = ""
     media_root: str = ""
     media_urls: tuple[str, ...] = ()
     keys: str = ""

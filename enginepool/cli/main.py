@@ -11,6 +11,7 @@ import typer
 
 from enginepool import __version__
 from enginepool.cli.abort import abort
+from enginepool.cli.adapters import adapters
 from enginepool.cli.chat import chat
 from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
@@ -58,6 +59,7 @@ app.command()(resume)
 app.command()(abort)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
+app.add_typer(adapters)
 app.command()(worker)
 
 

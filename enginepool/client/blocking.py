@@ -83,6 +83,8 @@ class BlockingPool(StreamingFacade):
     pause = blocking(Pool.pause)
     resume = blocking(Pool.resume)
     abort = blocking(Pool.abort)
+    load_adapter = blocking(Pool.load_adapter)
+    unload_adapter = blocking(Pool.unload_adapter)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
     restart = blocking(Pool.restart)

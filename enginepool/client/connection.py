@@ -42,6 +42,7 @@ from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import (
+    AdapterReport,
     ControlReport,
     ErrorReply,
     Generate,
@@ -56,7 +57,7 @@ from enginepool.protocol.messages.weights import Publish
 
 log = logging.getLogger("enginepool")
 
-T = TypeVar("T", Result, Generated, StatusReport, WeightsReport, ControlReport)
+T = TypeVar("T", Result, Generated, StatusReport, WeightsReport, ControlReport, AdapterReport)
 A = TypeVar("A", Result, Generated)
 #: Called with what becomes of a request, a question or an update; last with Answer or Fail.
 Hear = Callable[[Heard], None]
@@ -167,15 +168,18 @@ class Connection:
         """The caller has taken so many tokens of a stream, in all."""
         self.handle(TokensTaken(self._loop.time(), id_, taken))
 
-    async def ask(self, question: Question, answer: type[T], within: float | None = None) -> tuple[T, Sequence[Buffer]]:
-        """The report that answers `question`, which gets a fresh id, and its frames. Cancelling takes the question back.
+    async def ask(
+        self, question: Question, answer: type[T], within: float | None = None, frames: Sequence[Buffer] = ()
+    ) -> tuple[T, Sequence[Buffer]]:
+        """The report that answers `question`, which gets a fresh id and has these `frames`, and the frames of the report.
+        Cancelling takes the question back.
 
         Raises:
             EnginepoolError: it failed, or there was no answer within so many seconds.
         """
         now = self.now()
         question.id = self._fresh_id()
-        return await self._answer(Ask(now, question, None if within is None else now + within), question.id, answer)
+        return await self._answer(Ask(now, question, None if within is None else now + within, frames), question.id, answer)
 
     async def _answer(
         self, event: SessionEvent, id_: int, answer: type[T], names: Mapping[str, str] | None = None

@@ -6,6 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from enginepool.client.absent import no_attribute, not_made_so
+from enginepool.client.adapters import AdapterCalls
 from enginepool.client.arguments import (
     check_address,
     check_group,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, OpenAICalls):
+class Pool(RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, AdapterCalls, OpenAICalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

@@ -19,6 +19,7 @@ from enginepool.protocol.chat import MAX_OPTION_TEXT as MAX_OPTION_TEXT
 from enginepool.protocol.chat import MAX_TEMPLATE_OPTIONS as MAX_TEMPLATE_OPTIONS
 from enginepool.protocol.chat import MAX_TEMPLATE_TOKENS as MAX_TEMPLATE_TOKENS
 from enginepool.protocol.chat import ChatTemplate as ChatTemplate
+from enginepool.protocol.messages.adapters import *
 from enginepool.protocol.messages.control import *
 from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.generate import *
@@ -36,7 +37,8 @@ RowRequest = Score | Embed | Logprobs
 
 FromClient = (
     Hello | Score | Embed | Logprobs | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
-    | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | Ping | Pong
+    | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | LoadAdapter
+    | UnloadAdapter | Ping | Pong
 )  # fmt: skip
 
 ToClient = (
@@ -52,13 +54,15 @@ ToClient = (
     | WeightsNeeded
     | WeightsReport
     | ControlReport
+    | AdapterReport
     | Ping
     | Pong
 )
 
 FromWorker = (
     Register | GetSettings | Stage | Ready | Idle | Done | GenerationProgress | PrefixBlocks | Tokenized | Exiting
-    | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | ErrorReply | Ping | Pong
+    | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | AdapterChanged | ErrorReply
+    | Ping | Pong
 )  # fmt: skip
 
 ToWorker = (
@@ -79,6 +83,7 @@ ToWorker = (
     | Restore
     | Inspect
     | Command
+    | ChangeAdapter
     | ErrorReply
     | Ping
     | Pong

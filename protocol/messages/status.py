@@ -78,13 +78,23 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     sequence_context: int = 0
 
 
+class AdapterStatus(msgspec.Struct, omit_defaults=True):
+    """A LoRA adapter that was loaded while engines run. `path`: where it lies; empty: it came as tensors, of `nbytes`."""
+
+    name: str
+    version: int
+    digest: str
+    path: str = ""
+    nbytes: int = 0
+
+
 class GroupStatus(msgspec.Struct, omit_defaults=True):
     """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
     often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
     external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
     `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts of all its engines that are to sleep; `paused`: it
-    starts no work: its requests wait meanwhile.
+    starts no work: its requests wait meanwhile. `adapters`: those that were loaded while engines run.
     """
 
     name: str
@@ -114,6 +124,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     asleep: list[str] = []
     paused: bool = False
+    adapters: list[AdapterStatus] = []
 
 
 class StatusReport(Message, tag="status_report"):

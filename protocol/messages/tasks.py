@@ -20,13 +20,15 @@ class Stage(Message, tag="stage"):
 class Ready(Message, tag="ready"):
     """The engine is loaded and warm, and holds `version` of the weights, with this `digest` ("": its checkpoint's own).
     `committed`: the run and the version of the weights that a coordinator called committed last; (0, 0): none.
-    `asleep`: the parts of its engine's memory that are released."""
+    `asleep`: the parts of its engine's memory that are released. `adapters`: the LoRA adapters that `change_adapter` loaded,
+    by the names there."""
 
     capabilities: Capabilities
     version: int = 0
     digest: str = ""
     committed: tuple[int, int] = (0, 0)
     asleep: list[MemoryTag] = []
+    adapters: list[str] = []
 
 
 class Idle(Message, tag="idle"):

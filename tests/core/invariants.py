@@ -15,6 +15,7 @@ from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING, TEX
 from enginepool.coordinator.core.states import SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels, _untouched
 from enginepool.coordinator.scheduling.batches import _begin
@@ -38,13 +39,33 @@ from tests.core.generation_invariants import check_generation
 _CLASSES = (PLAIN, PACKED, PLAIN | PACKED)
 
 
+def check_adapters(machine: Machine, group: Group) -> None:
+    """What requests, workers and the open change of a group say of adapters."""
+    adapters, change = group.adapters, machine.adapters.changes.open.get(group.name)
+    named = [(r.work.adapter, r) for r in group.live if isinstance(r.work, GenerateWork) and r.work.adapter]
+    assert sorted((name, r.seq) for name, one in adapters.requests.items() for r in one) == sorted((n, r.seq) for n, r in named)
+    assert all(adapters.requests.values()), "names without requests are kept"
+    if group.plain is not None:
+        assert group.plain.adapters == adapters.names, (group.plain.adapters, adapters.names)
+    if change is not None and change.adapter is not None:
+        known = adapters.committed.get(change.name)
+        assert known is None or known.version < change.adapter.version, change
+        assert (change.phase == "store") == (change.nbytes > 0), change
+    for worker in group.workers.values():
+        for batch in worker.batches.values():
+            assert not batch.adapter or batch.adapter in {*adapters.configured, *worker.adapters.loaded}, (worker, batch)
+        if worker.able:
+            assert adapters.lacked(worker.adapters.loaded) is None, f"{worker} has not all adapters"
+
+
 def check_machine(machine: Machine) -> None:
     """Every invariant of the whole machine."""
     core = machine.core
     assert not machine.requests.unsent._by_kind, "tokens that no client was sent"
     live = [request for client in core.clients.values() for request in client.live.values()]
     assert core.live_rows == sum([r.work.rows for r in live])
-    assert core.live_bytes == sum([r.held for r in live])
+    stored = sum(change.nbytes for change in machine.adapters.changes.open.values())
+    assert core.live_bytes == sum([r.held for r in live]) + stored
     check_levels(core.levels, live)
     check_replies(core.answers)
     for client in core.clients.values():
@@ -57,6 +78,7 @@ def check_machine(machine: Machine) -> None:
         check_worker(worker)
     for group in core.groups.values():
         check_group(group)
+        check_adapters(machine, group)
         update = core.update_of(group)
         on_hold = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
         assert group.on_hold == on_hold, (group.name, group.on_hold, update)

@@ -64,7 +64,8 @@ def check_requests(calls: PendingRequests) -> None:
 
 
 def check_questions(questions: PendingQuestions) -> None:
-    assert bool(questions.by_id) == (questions.wake_at < inf), "questions have a time"
+    times = [time for one in questions.by_id.values() for time in (one.deadline, one.again_at)]
+    assert questions.wake_at == min(times, default=inf), "questions have a time"
 
 
 def check_updates(updates: Updates, stands: bool) -> None:

@@ -356,8 +356,8 @@ def report(stage: str, detail: str) -> None:
 def test_its_capabilities_are_those_of_a_continuous_batch() -> None:
     can = asyncio.run(engine(inflight_rows=64, inflight_tokens=5000, forward_s=0.01).start(report))
     assert can.operations == ("generate",) and can.pace == 0
-    assert can.features == ("logit_processors", "image", "video", "audio", "image_ids")
-    assert engine(multimodal=False)._capabilities.features == ("logit_processors",)  # pyright: ignore[reportPrivateUsage]
+    assert can.features == ("logit_processors", "load_adapters", "image", "video", "audio", "image_ids")
+    assert engine(multimodal=False)._capabilities.features == ("logit_processors", "load_adapters")  # pyright: ignore[reportPrivateUsage]
     assert (can.batch_rows, can.inflight_rows, can.batch_tokens, can.inflight_tokens) == (64, 64, 5000, 5000)
 
 

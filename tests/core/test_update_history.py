@@ -85,7 +85,7 @@ def test_many_updates_at_once_are_few_writes_and_a_failure_is_said_once(
         journal = Journal(tmp_path)
         writer = JournalWriter(asyncio.get_running_loop(), journal, lambda event: None, lines.append, lambda: None)
         for version in range(1000):
-            writer.keep_history(ef.KeepHistory("g", [UpdateRecord(version, "committed")]))
+            writer.perform(ef.KeepHistory("g", [UpdateRecord(version, "committed")]))
         writer.close()
         journal.close()
         await asyncio.sleep(0)

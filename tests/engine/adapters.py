@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 safetensors: Any = importlib.import_module("safetensors.numpy")
+torch: Any = importlib.import_module("torch")
 
 #: layers of a model that adapters change
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -48,3 +49,11 @@ def merged(weights: Tensors, adapter: Path) -> Tensors:
         if f"{layer}.lora_A.weight" in parts:
             out[name] = weights[name] + scale * (parts[f"{layer}.lora_B.weight"] @ parts[f"{layer}.lora_A.weight"])
     return out
+
+
+def with_adapter(weights: dict[str, Any], adapter: Path | None) -> dict[str, Any]:
+    """The tensors of torch that the model has with this adapter."""
+    if adapter is None:
+        return weights
+    whole = merged({name: tensor.numpy() for name, tensor in weights.items()}, adapter)
+    return {name: torch.from_numpy(array) for name, array in whole.items()}

@@ -193,6 +193,33 @@ class _Host:
         outcomes = await asyncio.gather(*(rows(batch) for batch in batches))
         return await asyncio.gather(*running), outcomes, counts
 
+    async def swap(self, tasks: tuple[GenerationTask, ...], name: str, path: str) -> list[list[NewTokens] | Exception]:
+        """As `generate`, while the engine loads an adapter: after the first token, and before the last one."""
+        begun = asyncio.Event()
+        real, ended = self._engine.generate, False
+
+        async def load() -> None:
+            await begun.wait()
+            await self._engine.load_adapter(name, path)
+            assert not ended, "nothing ran any more"
+
+        async def one(task: GenerationTask) -> list[NewTokens] | Exception:
+            nonlocal ended
+            emitted: list[NewTokens] = []
+
+            def emit(new: NewTokens) -> None:
+                emitted.append(new)
+                begun.set()
+
+            await real(task, emit)
+            ended = True
+            return emitted
+
+        loading = asyncio.create_task(load())
+        found = await asyncio.gather(*(one(task) for task in tasks))
+        await loading
+        return found
+
     async def reported(self, there: list[int], gone: list[int], within: float) -> bool:
         """Wait until the engine has reported these blocks, and evicted those. False: it has not within so many seconds."""
         end = time.monotonic() + within

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.engine import EngineDied, GenerationTask
-from tests.engine.adapters import make_adapter, merged
+from enginepool.protocol.adapters import TENSORS_FILE
+from enginepool.workers.adapter_files import read_adapter
+from enginepool.workers.engine import EngineDied, EngineError, GenerationTask
+from enginepool.workers.weights.checkpoint import CheckpointError
+from tests.engine.adapters import make_adapter, safetensors, with_adapter
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
-from tests.engine.test_sglang_generate import CONTEXT, PROMPTS, assert_greedy, one, refusal, run, task
+from tests.engine.test_sglang_generate import CONTEXT, PROMPTS, Continued, assert_greedy, one, refusal, run, task
 from tests.engine.test_sglang_scores import declared
-from tests.engine.test_sglang_weights import Given, Subject, torch
+from tests.engine.test_sglang_weights import Given, Subject
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: name: rank, alpha
@@ -36,6 +39,7 @@ def adapting(models: Models, folders: dict[str, Path]) -> Iterator[HostedEngine]
     options: dict[str, Any] = {
         "lora_paths": {name: str(path) for name, path in folders.items()},
         "max_loras_per_batch": AT_ONCE,
+        "max_loaded_loras": len(SIZES) + 2,
         "context_length": CONTEXT,
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -47,14 +51,6 @@ def adapting(models: Models, folders: dict[str, Path]) -> Iterator[HostedEngine]
 
 def asked(adapter: str, prompt: Sequence[int] = PROMPTS[0], n: int = 1, **sampling: Any) -> GenerationTask:
     return replace(task(prompt, n, logprobs=True, ignore_eos=True, **sampling), adapter=adapter)
-
-
-def with_adapter(weights: dict[str, Any], adapter: Path | None) -> dict[str, Any]:
-    """The tensors of torch that the model has with this adapter."""
-    if adapter is None:
-        return weights
-    whole = merged({name: tensor.numpy() for name, tensor in weights.items()}, adapter)
-    return {name: torch.from_numpy(array) for name, array in whole.items()}
 
 
 @pytest.mark.every_version
@@ -116,6 +112,66 @@ def test_new_weights_go_into_the_model_below_its_adapters(
             found = one(adapting, asked(adapter))
             with reference.holding(with_adapter(given.tensors, folders.get(adapter))):
                 assert_greedy(reference, PROMPTS[0], found)
+
+
+@pytest.mark.every_version
+def test_adapters_are_loaded_replaced_and_unloaded_while_the_engine_serves(
+    adapting: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    """A version of an adapter is an adapter of its own to the engine."""
+    own, shapes = Subject(adapting, models.causal, tmp_path).own, shapes_of(adapting)
+    made = {
+        f"f@{seed}": make_adapter(models.causal, tmp_path / f"f{seed}", seed=seed, rank=4, alpha=6.0) for seed in range(21, 25)
+    }
+    first, second, third, last = made
+    for path in made.values():
+        assert read_adapter(str(path), [str(tmp_path)], "adapter_roots", shapes)[0] == str(path)
+    prompt = [*range(150, 190)]
+    before, after = asked(first, prompt, max_new_tokens=40), asked(second, prompt)
+    adapting.call("do", "load_adapter", first, str(made[first]))
+    [emitted] = adapting.call("swap", (before,), second, str(made[second]))
+    sequences = {first: Continued(emitted), second: one(adapting, after)}
+    assert sequences[first].cached == sequences[second].cached == [0], "neither has what another version computed"
+    for name, sequence in sequences.items():
+        with reference.holding(with_adapter(own, made[name])):
+            assert_greedy(reference, prompt, sequence)
+
+    with pytest.raises(EngineError, match="max_loaded_loras = 5, and as many are loaded: f@21, f@22, one, three, two"):
+        adapting.call("do", "load_adapter", third, str(made[third]))
+    adapting.call("do", "unload_adapter", first)
+    assert refusal(adapting, before).startswith("adapter: 'f@21'; this engine has ")
+    wide = make_adapter(models.causal, tmp_path / "wide", seed=1, rank=16, alpha=1.0)
+    with pytest.raises(EngineError, match=r"SGLang did not load it: .*rank 16"):
+        adapting.call("do", "load_adapter", third, str(wide))
+    adapting.call("do", "load_adapter", third, str(made[third]))
+    with reference.holding(with_adapter(own, made[third])):
+        assert_greedy(reference, prompt, one(adapting, asked(third, prompt)))
+    for name in (second, third):
+        adapting.call("do", "unload_adapter", name)
+    adapting.call("do", "load_adapter", last, str(made[last]))
+    adapting.call("do", "unload_adapter", last)
+
+
+def test_an_adapter_whose_tensors_fit_no_layer_reaches_no_engine(
+    adapting: HostedEngine, models: Models, tmp_path: Path
+) -> None:
+    """SGLang would die of it when a sequence first uses it."""
+    shapes = shapes_of(adapting)
+    tensors = safetensors.load_file(make_adapter(models.causal, tmp_path / "a", seed=1, rank=2, alpha=1.0) / TENSORS_FILE)
+    name = next(iter(tensors))
+    for changed, says in (
+        ({**tensors, name: tensors[name][:, :-1].copy()}, "lora_A and lora_B are"),
+        ({**tensors, name: tensors[name][:-1].copy()}, "for r = 2"),
+        ({other: array for other, array in tensors.items() if other != name}, "expected"),
+        ({**tensors, name.replace("layers.0", "layers.99"): tensors[name]}, "the model has no such layer"),
+    ):
+        safetensors.save_file(changed, tmp_path / "a" / TENSORS_FILE)
+        with pytest.raises(CheckpointError, match=says):
+            read_adapter(str(tmp_path / "a"), [str(tmp_path)], "adapter_roots", shapes)
+
+
+def shapes_of(engine: HostedEngine) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in engine.call("do", "model_tensors").tensors}
 
 
 def test_an_adapter_that_is_not_there_is_named_at_the_start(models: Models, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ PURE_FOLDERS = (
 )
 #: Pure files elsewhere.
 _PURE_OF_WORKERS = (
+    "adapter_state",
     "machine",
     "engine",
     "engine_weights",

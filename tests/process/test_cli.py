@@ -63,13 +63,18 @@ def test_every_command_has_help_with_examples() -> None:
         "tiny-model",
         "worker",
         "weights",
+        "adapters",
     ]
     assert commands() == ours
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
     assert sorted(re.findall(r"^\| `enginepool ([\w-]+)` \|", page, re.MULTILINE)) == sorted(ours)
     about_weights = commands("weights")
     assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "set-version"]
-    for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:
+    about_adapters = commands("adapters")
+    assert about_adapters == ["list", "load", "unload"]
+    groups = {"weights": about_weights, "adapters": about_adapters}
+    nested = [[group, name] for group, names in groups.items() for name in names]
+    for name in [[name] for name in commands() if name not in groups] + nested:
         code, out, _ = call(*name, "--help")
         assert code == 0
         assert f"Examples:\n    enginepool {' '.join(name)}" in out

@@ -191,6 +191,7 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(*output),
             },
             output,
+            exact=False,
         ),
         Valid(
             "tokens-top",
@@ -226,6 +227,7 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(*with_hidden),
             },
             with_hidden,
+            exact=False,
         ),
         Valid(
             "generated-experts",
@@ -243,6 +245,7 @@ def _to_client() -> list[Valid]:
                 "experts": [4, 0],
             },
             with_experts,
+            exact=False,
         ),
         Valid(
             "generated-top",
@@ -260,6 +263,7 @@ def _to_client() -> list[Valid]:
                 "prompts": [[1, 2]],
             },
             whole,
+            exact=False,
         ),
         Valid(
             "generated-continued",
@@ -277,8 +281,10 @@ def _to_client() -> list[Valid]:
                 "starts": [2, 0],
                 "workers": ["policy-1", "policy-0"],
                 "places": [[[0, 2]], [[1, 0]]],
+                "adapters": [[[1, 2]], [[1, 0]]],
             },
             (ids("output", 33, 41), lengths("output_lengths", 1, 1)),
+            exact=False,
         ),
     ]
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.wire.golden import Array, Invalid, Piece, Raw, floats, ids, lengths, pack, text
+from tests.wire.golden_adapters import INVALID as ADAPTERS
 from tests.wire.golden_generate import INVALID as GENERATIONS
 from tests.wire.golden_valid import CLIENT, EPOCH, ITEM_LENGTHS, ITEMS, QUERY, TOKEN
 
@@ -884,4 +885,5 @@ INVALID = [
     *_worker(),
     *_from_coordinator(),
     *_updates(),
+    *ADAPTERS,
 ]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.wire.golden import Array, Raw, Valid, floats, ids, lengths, pack, text
+from tests.wire.golden_adapters import VALID as ADAPTERS
 from tests.wire.golden_generate import VALID as GENERATIONS
 from tests.wire.golden_updates import UPDATES
 
@@ -509,6 +510,7 @@ def _to_client() -> list[Valid]:
                         "update": "transfer of version 4",
                         "needs_weights": "nobody holds version 3",
                         "no_worker": "no worker is connected",
+                        "adapters": [{"name": "fr", "version": 2, "digest": "00", "path": "/a/fr", "nbytes": 3}],
                         "workers": [
                             {
                                 "name": "policy-0",
@@ -719,6 +721,7 @@ def _from_worker() -> list[Valid]:
                     "text": False,
                 },
                 "version": 3,
+                "adapters": ["french@2"],
                 "digest": "0123456789abcdef0123456789abcdef",
             },
             exact=False,
@@ -1087,4 +1090,4 @@ def _to_worker() -> list[Valid]:
     ]
 
 
-VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker(), *UPDATES, *GENERATIONS]
+VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker(), *UPDATES, *GENERATIONS, *ADAPTERS]

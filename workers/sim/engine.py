@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from enginepool.protocol.adapters import LOADS_ADAPTERS
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import IMAGE_IDS
@@ -63,6 +64,8 @@ class SimEngine:
         self.flushes = 0
         #: released parts of its memory
         self._asleep: set[str] = set()
+        #: LoRA adapters that were loaded since it started
+        self._adapters = set[str]()
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
         served = (one for one in OPERATIONS if one.packs or not settings.packed)
@@ -128,7 +131,7 @@ class SimEngine:
             )  # fmt: skip
         return msgspec.structs.replace(
             can, operations=("generate",), batch_rows=can.inflight_rows, batch_tokens=can.inflight_tokens, labels=0,
-            max_item=0, cached_query=0, cached_tokens=0, features=features,
+            max_item=0, cached_query=0, cached_tokens=0, features=(features[0], LOADS_ADAPTERS, *features[1:]),
         )  # fmt: skip
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
@@ -148,6 +151,20 @@ class SimEngine:
         """Report the blocks of its prefix cache, if the options say so."""
         if self._generator is not None and self.options.kv_events:
             self._generator.cache.report = report
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Take `adapter_s`, and know an adapter of that name. What is in its folder does not matter."""
+        self._must_live()
+        if self.options.adapter_s:
+            await asyncio.sleep(self.options.adapter_s)
+        self._adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises EngineError: a task uses it."""
+        self._must_live()
+        if self._generator is not None:
+            await self._generator.leave(name)
+        self._adapters.discard(name)
 
     async def flush(self) -> None:
         """Forget all prefixes, and count. Raises EngineError: a batch is inside."""
@@ -223,7 +240,7 @@ class SimEngine:
         self._must_be_awake()
         if self._generator is None:
             raise EngineError(f"generate: this engine runs {', '.join(self._capabilities.operations)}")
-        if task.adapter and task.adapter not in self._capabilities.adapters:
+        if task.adapter and task.adapter not in {*self._capabilities.adapters, *self._adapters}:
             raise EngineError(f"adapter: this engine has no {task.adapter!r}")
         if task.hidden_states and not self._capabilities.hidden:
             raise EngineError("hidden_states: options.hidden is 0")

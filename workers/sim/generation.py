@@ -160,6 +160,13 @@ class SimGenerator:
                 self._next(entry, i, weights)
         self._running = [(entry, i) for entry, i in self._running if i in entry.sequences]
 
+    async def leave(self, adapter: str) -> None:
+        """Wait until the step is over in which tasks of this adapter leave. Raises EngineError: one is still wanted."""
+        while users := [entry for entry in self._entries() if entry.task.adapter == adapter]:
+            if any(not entry.dropped for entry in users):
+                raise EngineError(f"adapter {adapter} was unloaded while a task used it")
+            await asyncio.sleep(0.001)
+
     def _entries(self) -> list[_Entry]:
         """The tasks inside; a task with several sequences several times."""
         return [*(entry for *_, entry in self._waiting), *(entry for entry, _ in self._running)]

@@ -67,9 +67,9 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `end_every`: one in so many tokens ends a sequence; 0: none does.
     `chat_template`: it makes a text of chats. `multimodal`: an engine that generates takes images, videos and audio: its tokens
     depend on their bytes. `cache_tokens`: of its prefix cache. `kv_events`: its blocks are those of the pool's affinity, and it
-    reports them. `adapters`: names of the LoRA adapters that it generates with. `experts`: [layers, k] of routed experts, where
-    it generates. `sleep_loses_weights`: the weights are lost when their memory is released, as on a GPU without a copy on the
-    host.
+    reports them. `adapters`: names of the LoRA adapters that it generates with; a further one takes `adapter_s`. `experts`:
+    [layers, k] of routed experts, where it generates. `sleep_loses_weights`: the weights are lost when their memory is
+    released, as on a GPU without a copy on the host.
     """
 
     kind: Kind = "causal"
@@ -104,6 +104,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_tokens: int = 65_536
     adapters: list[str] = []
     sleep_loses_weights: bool = False
+    adapter_s: float = 0.0
     faults: list[Fault] = []
 
 
@@ -144,6 +145,7 @@ def read_options(options: dict[str, Any]) -> SimOptions:
         "token_s",
         "jitter",
         "take_s",
+        "adapter_s",
     ):
         if not 0 <= getattr(read, key) < 1 << 62:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must not be negative")

@@ -51,7 +51,7 @@ def checkpoint_files(path: str) -> list[Path]:
     return files
 
 
-def checkpoint_under(path: str, roots: Sequence[str]) -> str:
+def checkpoint_under(path: str, roots: Sequence[str], setting: str = "checkpoint_roots") -> str:
     """The directory without symbolic links, if it and all that is in it lie under one of `roots` once links are resolved.
 
     Raises:
@@ -62,7 +62,7 @@ def checkpoint_under(path: str, roots: Sequence[str]) -> str:
     def resolved(at: str) -> str:
         real = os.path.realpath(at)
         if not any(real == top or real.startswith(top.rstrip("/") + "/") for top in tops):
-            raise CheckpointError(f"{path}: not under checkpoint_roots ({', '.join(roots) or 'none'}) once links are resolved")
+            raise CheckpointError(f"{path}: not under {setting} ({', '.join(roots) or 'none'}) once links are resolved")
         return real
 
     folder = resolved(path)
@@ -87,7 +87,7 @@ def checkpoint_digest(path: str) -> str:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json in it, so no engine can start on it")
     for file in weights:
-        _entries(file)
+        safetensors_entries(file)
     files = sorted([*weights, *folder.glob("*.json")])
     with ThreadPoolExecutor(min(len(files), 8)) as threads:
         digests = list(threads.map(_digest_of_file, files))
@@ -111,7 +111,7 @@ def refuse_damaged(folder: Path) -> None:
         named = None  # without an index that can be read, all files are loaded
     for file in sorted(folder.glob("*.safetensors")):
         if named is None or file.name in named:
-            _entries(file)
+            safetensors_entries(file)
 
 
 def _digest_of_file(file: Path) -> str:
@@ -151,14 +151,14 @@ def checkpoint_space(path: str) -> bytes:
 
 def _header(file: Path) -> tuple[list[Tensor], int]:
     """The tensors in the order of their bytes, and where those begin."""
-    entries, begin = _entries(file)
+    entries, begin = safetensors_entries(file)
     try:
         return [Tensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries], begin
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
 
 
-def _entries(file: Path) -> tuple[list[tuple[str, Any]], int]:
+def safetensors_entries(file: Path) -> tuple[list[tuple[str, Any]], int]:
     """What the header says of each tensor, in the order of their bytes, and where those begin: also of dtypes that no update
     has."""
     try:

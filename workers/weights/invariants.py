@@ -10,6 +10,7 @@ def check_updates(updates: WorkerUpdates, work: TaskLedger, commanded: bool) -> 
     update, waiting, loading = updates.update, updates.waiting, updates.loading
     leaving = bool(work.leaving or work.stopped or commanded)
     keeps = update is None or update.prepare.generations != "abort"  # a closed one may have kept them
+    assert work.leaving or updates.busy or not work.held, "work is held back and nothing is leaving"
     assert loading is None or work.only_generates, "weights are loaded during work"
     assert loading is None or keeps or not (leaving or work.generates), "weights are loaded during work"
     assert waiting is None or leaving or loading is not None, "weights wait for nothing"

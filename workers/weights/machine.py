@@ -98,9 +98,9 @@ class WorkerUpdates:
         if event.lost_weights:
             self.version, self.digest = 0, LOST_WEIGHTS
 
-    def ready(self, can: Capabilities, asleep: list[MemoryTag]) -> Ready:
+    def ready(self, can: Capabilities, asleep: list[MemoryTag], adapters: tuple[str, ...]) -> Ready:
         """What the coordinator hears of an engine that is loaded."""
-        return Ready(can, self.version, self.digest, self.committed, asleep)
+        return Ready(can, self.version, self.digest, self.committed, asleep, [*adapters])
 
     @property
     def busy(self) -> bool:

@@ -22,12 +22,13 @@ from enginepool.protocol.messages import (
     StatusReport,
     ToClient,
 )
+from enginepool.protocol.messages.adapters import AdapterReport, LoadAdapter, UnloadAdapter
 from enginepool.protocol.messages.control import Control, ControlReport
 from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, Publish, Published
 
 #: asked until a report answers it
-Question = Status | RestartWorker | InspectWeights | Control
+Question = Status | RestartWorker | InspectWeights | Control | LoadAdapter | UnloadAdapter
 
 
 class SessionEvent(msgspec.Struct, frozen=True, gc=False):
@@ -69,11 +70,12 @@ class TokensTaken(SessionEvent, frozen=True):
 
 
 class Ask(SessionEvent, frozen=True):
-    """A question for a report: on the pool's status, after the restart of a worker, on weights, or on a command. Its id is of
-    the same series as the ids of requests."""
+    """A question for a report: on the pool's status, after the restart of a worker, on weights, on a command, or on an
+    adapter, with the frames of that. Its id is of the same series as the ids of requests."""
 
     question: Question
     deadline: float | None = None
+    frames: Sequence[Buffer] = ()
 
 
 class UpdateBegin(SessionEvent, frozen=True):
@@ -160,7 +162,7 @@ class Answer(SessionEffect, frozen=True):
     That of a stream has all its tokens from where the caller's request ended, also those that other answers brought.
     """
 
-    message: Result | Generated | StatusReport | WeightsReport | ControlReport | Published
+    message: Result | Generated | StatusReport | WeightsReport | ControlReport | AdapterReport | Published
     frames: Sequence[Buffer] = ()
 
     @property

@@ -10,7 +10,7 @@ import msgspec
 
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import GroupWeights
+from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 
@@ -67,6 +67,32 @@ class WriteJournal(Effect):
     weights: GroupWeights
 
 
+class StoreAdapter(Effect):
+    """Write an adapter that came as tensors into a folder of this coordinator. `AdapterStored` follows."""
+
+    change: tuple[int, int]
+    group: str
+    adapter: AdapterVersion
+    config: Buffer
+    tensors: Buffer
+
+
+class WriteAdapters(Effect):
+    """Journal the adapters of `group`: the commit point of a change. `AdaptersWritten` follows. Once they are written, what
+    the coordinator has stored of others of this group is removed."""
+
+    change: tuple[int, int]
+    group: str
+    adapters: Sequence[AdapterVersion]
+
+
+class DropStored(Effect):
+    """Remove what the coordinator has stored of this adapter: it is not committed."""
+
+    group: str
+    adapter: AdapterVersion
+
+
 class RaiseEpoch(Effect):
     """Journal `epoch`, and start again under a higher one: a peer has heard a higher epoch than this coordinator's."""
 
@@ -88,6 +114,10 @@ class KeepHolds(Effect):
     number: int
     group: str
     holds: GroupHolds
+
+
+#: what is written to the state directory, besides commits of weights
+ToDisk = CheckJournal | StoreAdapter | WriteAdapters | DropStored | KeepHistory | KeepHolds
 
 
 class LogLine(Effect):

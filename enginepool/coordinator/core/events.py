@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages import ErrorReply, Exiting, FrameSpec, Idle, Ready, Stage, Step
+from enginepool.protocol.messages import AdapterChanged, ErrorReply, Exiting, FrameSpec, Idle, Ready, Stage, Step
 from enginepool.protocol.messages.control import Commanded, Control
 from enginepool.protocol.messages.weight_reports import Inspected, InspectWeights, UpdateRecord
 from enginepool.protocol.messages.weights import (
@@ -50,8 +50,9 @@ class Started(Event):
     #: how often peers have raised the epoch of this journal
     raises: int = 0
     history: Mapping[str, Sequence[UpdateRecord]] = {}
-    #: what publishers have stopped, by group
+    #: by group, from the journal: what publishers have stopped, and the committed adapters
     holds: Mapping[str, GroupHolds] = {}
+    adapters: Mapping[str, Sequence[AdapterVersion]] = {}
 
 
 class JournalChecked(Event):
@@ -238,7 +239,8 @@ class WorkerSaid(Event):
     """A registered worker says something about itself, its task or its weights. What has frames is an event of its own."""
 
     link: Link
-    message: Stage | Ready | Idle | Exiting | ErrorReply | Prepared | Joined | Staged | WeightsLoaded | Restored | Commanded
+    message: (Stage | Ready | Idle | Exiting | ErrorReply | Prepared | Joined | Staged | WeightsLoaded | Restored
+        | Commanded | AdapterChanged)  # fmt: skip
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):

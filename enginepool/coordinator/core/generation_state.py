@@ -18,7 +18,7 @@ T = TypeVar("T")
 class RunningSequence(GeneratedSequence):
     """One sequence: a sample of a prompt."""
 
-    __slots__ = ("sent", "workers")
+    __slots__ = ("adapters", "sent", "workers")
 
     def __init__(self, brought: Buffer) -> None:
         super().__init__(brought)
@@ -26,11 +26,13 @@ class RunningSequence(GeneratedSequence):
         self.sent = self.start
         #: (name, position): the workers that generated its tokens, each from this position on
         self.workers: Sequence[tuple[str, int]] = ()
+        #: (version, position): the versions of its adapter that generated them, each from this position on
+        self.adapters: Sequence[tuple[int, int]] = ()
 
     def begin_again(self) -> None:
         """Drop all tokens but those that the request brought along. The client has none of them."""
         del self.tokens[self.start :], self.logprobs[:], self.spans[:], self.hidden_states[:]
-        self.workers = ()
+        self.workers = self.adapters = ()
 
     def states(self, at: int, count: int) -> bytes:
         """The hidden states of so many tokens from a position on; empty: it has none."""
@@ -65,8 +67,9 @@ class GenerationState(Generic[T]):
             self.sequences[at].end = end
         #: the tasks in which workers run some of them
         self.tasks: dict[TaskId, T] = {}
-        #: of the prompt whose sequences are next, or of which one ended last: its number, and its blocks (`prefix_affinity.py`)
-        self.blocks: tuple[int, list[int]] = (-1, [])
+        #: of the prompt whose sequences are next, or of which one ended last: its number, the engine's
+        #: name of its adapter, and its blocks (`prefix_affinity.py`)
+        self.blocks: tuple[tuple[int, str], list[int]] = (-1, ""), []
         #: by the number of a prompt: how many of its tokens an engine had in its prefix cache
         self.cached: dict[int, int] = {}
         #: by the number of a prompt with media: how many tokens it has in the engine

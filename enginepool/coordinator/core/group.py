@@ -7,6 +7,7 @@ reply cache. Each attribute that has an invariant says it in a `#:` comment. `te
 from collections import deque
 
 from enginepool.config import GroupConfig
+from enginepool.coordinator.core.group_adapters import GroupAdapters
 from enginepool.coordinator.core.group_counts import GroupCounts, RecentSpeed
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
@@ -32,7 +33,7 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
+        "adapters", "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
         "heard_committed", "history", "holds", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
         "packed_routing", "peak", "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker",
         "resume_at", "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
@@ -102,6 +103,8 @@ class Group:
         self.speed, self.counts = RecentSpeed(), GroupCounts()
 
     def _open_queues(self) -> None:
+        #: LoRA adapters that were loaded while engines run, and the requests that name one
+        self.adapters: GroupAdapters[Request] = GroupAdapters()
         #: requests without an answer, in the order of their arrival
         self.live: dict[Request, None] = {}
         #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them

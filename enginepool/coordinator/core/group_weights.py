@@ -1,6 +1,8 @@
-"""What a coordinator finds when it starts: the committed weights of each group, and live worker processes. Pure."""
+"""What a coordinator finds when it starts: committed weights and adapters of groups, and live worker processes. Pure."""
 
 import msgspec
+
+from enginepool.protocol.adapters import engine_name
 
 
 class LiveProcess(msgspec.Struct, frozen=True):
@@ -25,3 +27,24 @@ class GroupWeights(msgspec.Struct, frozen=True):
     path: str = ""
     run: int = 0
     restart: bool = False
+
+
+class AdapterVersion(msgspec.Struct, frozen=True):
+    """A committed version of a LoRA adapter, as the journal keeps it. `path`: its folder; `nbytes`: of tensors that the
+    coordinator stored there; 0: it is a folder of its publisher's."""
+
+    name: str
+    version: int
+    digest: str
+    path: str
+    nbytes: int = 0
+
+    @property
+    def source(self) -> str:
+        """What its publisher loaded: a folder, or tensors with this digest."""
+        return self.digest if self.nbytes else self.path
+
+    @property
+    def engine_name(self) -> str:
+        """What engines call it."""
+        return engine_name(self.name, self.version)

@@ -35,13 +35,16 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.making_room import empty_reserved, make_room
 from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.scheduling.oom_backoff import resume
+from enginepool.coordinator.weights.adapter_changes import AdapterChanges
 from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.verification import inspected
+from enginepool.coordinator.weights.worker_adapters import AdapterWorkers
 from enginepool.protocol.messages import ErrorReply, Exiting, Idle, Message, Ready, Stage
+from enginepool.protocol.messages.adapters import AdapterChanged
 from enginepool.protocol.messages.control import Commanded
 from enginepool.protocol.messages.weights import Joined, Prepared, Restored, Staged, WeightsLoaded
 
@@ -70,6 +73,7 @@ class Machine:
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
+        self.adapters = AdapterWorkers(core, fleet, changes := AdapterChanges(core, requests))
         self._next_watch, self._drained, self._killed = 0.0, False, False
         #: an event after this time comes after a stall of the coordinator
         self._punctual_until = self._drain_until = self._kill_at = float("inf")
@@ -105,16 +109,21 @@ class Machine:
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
             ev.ControlAsked: self._control,
+            **changes.handlers,
         }
-        self._on_worker: dict[type[Message], Callable[[Worker, Any], None]] = {
+        self._on_worker = self._worker_messages(reports)
+
+    def _worker_messages(self, reports: WorkerReports) -> dict[type[Message], Callable[[Worker, Any], None]]:
+        return {
             Stage: reports.stage,
             Ready: reports.ready,
             Idle: reports.idle,
             ErrorReply: reports.refused,
-            Exiting: fleet.bye,
-            **dict.fromkeys((Prepared, Joined, Staged, WeightsLoaded), weights.answered),
+            Exiting: self.fleet.bye,
+            **dict.fromkeys((Prepared, Joined, Staged, WeightsLoaded), self.weights.answered),
             Restored: self.restoring.failed,
             Commanded: self._commanded,
+            AdapterChanged: self.adapters.answered,
         }
 
     def handle(self, *events: ev.Event) -> list[Effect]:
@@ -139,6 +148,9 @@ class Machine:
             follow(core)
         core.event = None
         if core.secondary or core.updates:
+            self._settle()
+        self.adapters.settle()
+        if core.secondary:
             self._settle()
         for group in core.woken:
             group.woken = False
@@ -167,6 +179,7 @@ class Machine:
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, GroupWeights()), e.holds.get(name))
             group.history.extend(e.history.get(name, ()))
+            group.adapters.committed = {one.name: one for one in e.adapters.get(name, ())}
             self.slots.open(group, list(e.alive))
         self.ending.snapshots = e.snapshots
 
@@ -182,6 +195,7 @@ class Machine:
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()
+            self.adapters.watch()
         self.weights.watch()
         self.requests.overdue()
 
@@ -191,6 +205,7 @@ class Machine:
         self.core.log(f"the coordinator stood still for {gap:.1f} s: every deadline is moved by that")
         self.deadlines.extend(gap)
         self.weights.extend(gap)
+        self.adapters.extend(gap)
         self._punctual_until += gap
 
     def _drain(self, e: ev.DrainAsked) -> None:
@@ -261,10 +276,12 @@ class Machine:
             self.weights.lost(e.worker, e.reason)
             self.questions.lost(e.worker, e.reason)
             self.holding.lost(e.worker)
+            self.adapters.lost(e.worker, e.reason)
         elif isinstance(e, WorkerReturned):
             self.weights.returned(e.worker)
             self.restoring.returned(e.worker)
             self.questions.returned(e.worker)
+            self.adapters.returned(e.worker)
         elif not e.worker.lost:
             self.weights.phases.restarts.loaded(e.worker)
             self.restoring.loaded(e.worker)

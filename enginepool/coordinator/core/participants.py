@@ -19,6 +19,8 @@ def note_sequence(batch: RunningBatch, place: int) -> None:
     request = batch.slices[0][0]
     assert request.generation is not None
     sequence, name = request.generation.sequences[place], batch.worker.name
+    if len(sequence.tokens) > batch.at and batch.adapter and (sequence.adapters or ((0, 0),))[-1][0] != batch.adapter_version:
+        sequence.adapters = (*sequence.adapters, (batch.adapter_version, batch.at))
     if len(sequence.tokens) > batch.at and (not sequence.workers or sequence.workers[-1][0] != name):
         sequence.workers = (*sequence.workers, (name, batch.at))
         request.workers = with_worker(request.workers, name)

@@ -168,7 +168,9 @@ Slice = tuple[Request, int, int]
 class RunningBatch:
     """Rows that a worker runs as one forward."""
 
-    __slots__ = ("at", "cost", "counted", "deadline", "id", "late", "rows", "slices", "trial", "worker")
+    __slots__ = (
+        "adapter", "adapter_version", "at", "cost", "counted", "deadline", "id", "late", "rows", "slices", "trial", "worker",
+    )  # fmt: skip
 
     def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
         self.id = id
@@ -186,6 +188,8 @@ class RunningBatch:
         self.at = 0
         #: a task to generate: its worker has said how many tokens of its prompt were cached
         self.counted = False
+        #: and the engine's name of the adapter that generates, or ""; the version of that, or 0
+        self.adapter, self.adapter_version = "", 0
 
     def __repr__(self) -> str:
         return f"<Batch {self.id[1]} rows={self.rows} cost={self.cost}{' trial' if self.trial else ''}>"

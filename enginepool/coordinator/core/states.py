@@ -18,6 +18,7 @@ class WorkerState(StrEnum):
     RESTORING = "restoring"
     MISSING_WEIGHTS = "missing_weights"
     ASLEEP = "asleep"
+    MISSING_ADAPTERS = "missing_adapters"
     READY = "ready"
     LATE = "late"
     RESERVED = "reserved"
@@ -45,6 +46,7 @@ WORKER_MEANING: dict[WorkerState, str] = {
     W.RESTORING: "It was told to load the committed weights, and must have done so by a deadline.",
     W.MISSING_WEIGHTS: "It could not load the committed weights. It is asked again after a while.",
     W.ASLEEP: "Parts of its engine's memory are released, or are to be. It gets no work until it is woken.",
+    W.MISSING_ADAPTERS: "Its engine does not have a committed adapter. It is told to load it, and again after a failure.",
     W.READY: "It gets work.",
     W.LATE: "Its oldest batch is late. It gets no more work until that batch is done.",
     W.RESERVED: "It is kept free for a request that runs alone, or runs that request.",
@@ -61,17 +63,18 @@ SLOT_MEANING: dict[SlotState, str] = {
 
 #: a worker may go to these from any state but LEAVING, DRAINING and LOST
 _ANY_TIME = frozenset({W.NOT_READY, W.RESTORING, W.LEAVING, W.DRAINING, W.LOST})
-_SERVING = frozenset({W.READY, W.LATE, W.RESERVED, W.OTHER_WEIGHTS, W.ASLEEP})
+_SERVING = frozenset({W.READY, W.LATE, W.RESERVED, W.OTHER_WEIGHTS, W.ASLEEP, W.MISSING_ADAPTERS})
 _SETTLED = _SERVING | {W.SYNCING, W.MISSING_WEIGHTS}
 
 #: which states may follow a state
 WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     W.NOT_READY: (_SETTLED | _ANY_TIME) - {W.NOT_READY},
-    W.SYNCING: frozenset({W.OTHER_WEIGHTS, W.MISSING_WEIGHTS, W.ASLEEP, W.READY}) | _ANY_TIME,
+    W.SYNCING: frozenset({W.OTHER_WEIGHTS, W.MISSING_WEIGHTS, W.MISSING_ADAPTERS, W.ASLEEP, W.READY}) | _ANY_TIME,
     W.OTHER_WEIGHTS: (_SERVING | _ANY_TIME) - {W.OTHER_WEIGHTS},
     W.RESTORING: (_SETTLED | _ANY_TIME) - {W.RESTORING},
     W.MISSING_WEIGHTS: _SERVING | _ANY_TIME,
     W.ASLEEP: (_SERVING | _ANY_TIME | {W.MISSING_WEIGHTS}) - {W.ASLEEP},
+    W.MISSING_ADAPTERS: (_SERVING | _ANY_TIME) - {W.MISSING_ADAPTERS},
     W.READY: (_SERVING | _ANY_TIME) - {W.READY},
     W.LATE: (_SERVING | _ANY_TIME) - {W.LATE},
     W.RESERVED: (_SERVING | _ANY_TIME) - {W.RESERVED},

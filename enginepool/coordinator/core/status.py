@@ -13,7 +13,10 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.limits import limits_of
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+from enginepool.protocol.messages import AdapterStatus, GroupStatus, StatusReport, WorkerStatus
+
+#: states of workers that get no work before they have what is committed
+_WAITING = frozenset({WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS, WorkerState.MISSING_ADAPTERS})
 
 
 def report(core: Context, asked: StatusAsked) -> StatusReport:
@@ -65,6 +68,10 @@ def _group(core: Context, group: Group) -> GroupStatus:
         asleep=sorted(group.holds.asleep.get(ALL, ())),
         paused=group.holds.paused,
         workers=own + external + _lost(core, group),
+        adapters=[
+            AdapterStatus(one.name, one.version, one.digest, "" if one.nbytes else one.path, one.nbytes)
+            for one in sorted(group.adapters.committed.values(), key=lambda one: one.name)
+        ],
         limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
     )
 
@@ -126,12 +133,12 @@ def _lost(core: Context, group: Group) -> list[WorkerStatus]:
 
 
 def _stage(worker: Worker) -> str:
-    """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
+    """What it says, unless it waits for committed weights or adapters, or is to be restarted: nothing is served by it then."""
     if worker.stage == "ready" and worker.slot is not None and worker.slot.planned_restart:
         return "draining"
     if worker.state is WorkerState.ASLEEP:
         return "asleep"
-    waits = worker.state in (WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS) or worker.group.journal_behind
+    waits = worker.state in _WAITING or worker.group.journal_behind
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 

@@ -4,10 +4,12 @@ Each transition of a worker keeps the routing index right and wakes the queue of
 transition that the tables do not have is an internal error.
 """
 
+from msgspec.structs import replace
+
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import GroupWeights
+from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, NAMES, REQUEST_TRANSITIONS, RUNNING
 from enginepool.coordinator.core.secondary import WorkerLost
@@ -31,12 +33,14 @@ def _derived(worker: Worker, now: float) -> WorkerState:
         return WorkerState.NOT_READY
     if not worker.epoch_confirmed:
         return WorkerState.SYNCING
-    if worker.asleep or worker.group.holds.wanted(worker.name):
+    if worker.sleeps:
         return WorkerState.ASLEEP
     if worker.missing_weights:
         return WorkerState.MISSING_WEIGHTS
     if not worker.holds:
         return WorkerState.OTHER_WEIGHTS
+    if worker.group.adapters.lacked(worker.adapters.loaded) is not None:
+        return WorkerState.MISSING_ADAPTERS
     if any(now > oldest.late for oldest in worker.oldest()):
         return WorkerState.LATE
     group = worker.group
@@ -117,6 +121,19 @@ def commit_weights(group: Group, weights: GroupWeights) -> None:
     """Other weights are the committed ones. The group is on hold; `release` finds the states of its workers."""
     group.weights, group.version = weights, weights.version
     group.prefixes.clear()
+
+
+def commit_adapter(core: Context, group: Group, name: str, adapter: AdapterVersion | None) -> None:
+    """Another version of an adapter is the committed one, or none is. Requests may name what is committed."""
+    adapters = group.adapters
+    adapters.committed.pop(name, None)
+    if adapter is not None:
+        adapters.committed[name] = adapter
+    adapters.stale = True
+    if group.plain is not None:
+        group.plain = replace(group.plain, adapters=adapters.names)
+    for worker in group.workers.values():
+        facts_changed(core, worker)
 
 
 def fall_behind(core: Context, group: Group) -> None:

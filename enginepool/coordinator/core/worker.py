@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Link
+from enginepool.coordinator.core.group_adapters import WorkerAdapters
 from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
@@ -24,8 +25,8 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest", "done",
-        "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
+        "adapters", "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest",
+        "done", "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
         "missing_weights", "name", "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing",
         "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
         "unread_media", "version",
@@ -67,8 +68,8 @@ class Worker:
         self.asleep: frozenset[MemoryTag] = frozenset()
         #: RESTORING: when it must have the committed weights; MISSING_WEIGHTS: when it is asked for them again
         self.restore_due = 0.0
-        #: why it could not load the committed weights, until it does; "" otherwise
-        self.missing_weights = ""
+        #: why it could not load the committed weights, until it does; and the LoRA adapters that its engine has loaded
+        self.missing_weights, self.adapters = "", WorkerAdapters()
         #: it said in this epoch that it dropped the work of earlier ones
         self.epoch_confirmed = False
         self.batches: dict[TaskId, RunningBatch] = {}
@@ -113,6 +114,11 @@ class Worker:
     def busy(self) -> bool:
         """It has something in hand."""
         return bool(self.batches or self.texts)
+
+    @property
+    def sleeps(self) -> bool:
+        """Parts of its engine's memory are released, or are to be."""
+        return bool(self.asleep or self.group.holds.wanted(self.name))
 
     @property
     def weights_asleep(self) -> bool:

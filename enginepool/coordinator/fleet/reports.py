@@ -1,5 +1,7 @@
 """What workers report: their stage, that they are ready, and the outcomes of their work."""
 
+from msgspec.structs import replace
+
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
@@ -42,6 +44,7 @@ class WorkerReports:
                 shrink(group, can.halvings)
                 self.requests.refit(group)
             can = halved(can, group.halvings - can.halvings)
+        configured, can = can.adapters, replace(can, adapters=tuple(sorted({*can.adapters, *group.adapters.committed})))
         if wrong := stranger(worker, can):
             failed_to_start(worker, wrong)
             self.workers.lose(worker, f"it does not fit: {wrong}", kill=True)
@@ -58,6 +61,9 @@ class WorkerReports:
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.asleep = frozenset(message.asleep)
         worker.detail = ""
+        group.adapters.configured = configured
+        worker.adapters.say(message.adapters)
+        group.adapters.stale = group.adapters.stale or bool(message.adapters)
         report_stage(self.core, worker, "ready")
         known = group.packed if can.packed else group.plain
         if alone:

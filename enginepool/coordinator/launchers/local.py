@@ -25,6 +25,7 @@ from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.stagers import Stagers
+from enginepool.coordinator.shell.adapter_store import STORE
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, kill_session, read_record
@@ -35,7 +36,7 @@ KEPT_LOGS = 20
 #: fields of a group's configuration that its workers are started with as they are
 _GROUP_FIELDS = (
     "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
-    "forwards_in_flight", "reserve_staging", "checkpoint_roots", "media_root", "media_urls",
+    "forwards_in_flight", "reserve_staging", "checkpoint_roots", "adapter_roots", "media_root", "media_urls",
 )  # fmt: skip
 
 
@@ -157,6 +158,7 @@ class LocalLauncher:
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
             "stager": self._stager(group, index, environment),
+            "adapter_store": "" if self._context.external else str(self._context.directory / STORE / group),
         }
         if weights is not None:
             spec |= {"checkpoint": weights.path, "checkpoint_digest": weights.digest, "version": weights.version}

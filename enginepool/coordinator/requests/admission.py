@@ -177,6 +177,8 @@ class Admission:
             core.deadlines.add(request, e.deadline)
         if e.exact_version is not None:
             group.exact.add(request, e.exact_version)
+        if isinstance(work, GenerateWork) and work.adapter:
+            group.adapters.add(request, work.adapter)
         if not request.left:
             answer_generation(self.requests, request)  # its client has every token, and not the answer
         elif work.text:

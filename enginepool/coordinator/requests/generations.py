@@ -142,7 +142,7 @@ def _ended(core: Context, batch: RunningBatch, request: Request, place: int, rem
     """A sequence of a task has ended: its slot is free. Returns `remembered`, as `remember` does."""
     state = request.generation
     assert state is not None and isinstance(request.work, GenerateWork)
-    remembered = remember(request, place, batch.worker, remembered)
+    remembered = remember(batch, request, place, remembered)
     note_sequence(batch, place)
     request.flying -= 1
     request.left -= 1
@@ -325,6 +325,8 @@ def answer(requests: StreamRequests, request: Request) -> None:
     empty = Generated(
         request.id, request.group.version, usage, timings, [], [], [], workers=request.workers, places=places(request)
     )
+    if any(sequence.adapters for sequence in state.sequences):
+        empty.adapters = [list(sequence.adapters) for sequence in state.sequences]
     can = request.group.sizes
     experts = None if not work.routed_experts else (0, 0) if can is None else can.experts
     message, frames = write_generated(

@@ -240,6 +240,7 @@ class RequestLifecycle:
         waited = request.state != RUNNING
         if request.generation is not None:
             stop(core, request)
+            group.adapters.discard(request)
         enter_request(request, DONE)
         if waited and request.lane is not None:
             request.lane.forget()

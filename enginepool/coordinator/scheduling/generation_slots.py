@@ -35,9 +35,9 @@ def preferred(core: Context, request: Request, least: Worker) -> Worker:
     """The worker that had the beginning of the next prompt, if it has room, and not much more to do than `least`."""
     state = request.generation
     assert state is not None
-    prompt = request.back[0][0] // _generation(request).n
+    prompt = request.back[0][0] // _generation(request).n, _adapter(request)
     if state.blocks[0] != prompt:
-        state.blocks = prompt, blocks_of(_prompt(request, prompt), adapter=_generation(request).adapter)
+        state.blocks = prompt, blocks_of(_prompt(request, prompt[0]), adapter=prompt[1])
     prefixes = request.group.prefixes
     found = prefixes.find(state.blocks[1])
     if found is None:
@@ -103,20 +103,20 @@ def media_bytes(request: Request, place: int) -> int:
     return work.media.bytes_of(place // work.n)
 
 
-def remember(request: Request, place: int, worker: Worker, remembered: int) -> int:
-    """A sequence has ended at `worker`, whose engine has its prompt and its output: what goes on from there prefers it. Returns
-    `remembered`, the blocks of those that ended with it, with its own."""
+def remember(batch: RunningBatch, request: Request, place: int, remembered: int) -> int:
+    """A sequence of `batch` has ended: the engine of its worker has its prompt and its output, and what goes on from there
+    prefers it. Returns `remembered`, the blocks of those that ended with it, with its own."""
     if remembered >= MOST_REMEMBERED:
         return remembered
     state = request.generation
     assert state is not None
-    number, adapter = place // _generation(request).n, _generation(request).adapter
-    if state.blocks[0] != number:
+    number, adapter = place // _generation(request).n, batch.adapter
+    if state.blocks[0] != (number, adapter):
         # Its other samples mostly end soon, too.
-        state.blocks = number, blocks_of(_prompt(request, number), adapter=adapter)
+        state.blocks = (number, adapter), blocks_of(_prompt(request, number), adapter=adapter)
     history = b"".join((_prompt(request, number), state.sequences[place].tokens))
     blocks = blocks_of(history, state.blocks[1], adapter)
-    request.group.prefixes.add(blocks, worker)
+    request.group.prefixes.add(blocks, batch.worker)
     return remembered + len(blocks)
 
 
@@ -166,13 +166,14 @@ def start_message(batch: RunningBatch) -> tuple[StartGeneration, list[Buffer]]:
     if sampling.sampling_seed is not None:
         # The samples of a prompt differ, and each goes on elsewhere as it began.
         sampling = replace(sampling, sampling_seed=(sampling.sampling_seed + start % work.n) & MAX_ID)
+    batch.adapter, batch.adapter_version = _adapter(request), request.group.adapters.version(work.adapter)
     media, specs, frames = work.media.of_prompt(start // work.n)
     specs = [FrameSpec("prompt", "int32", (len(prompt) // 4,)), *specs]
     message = StartGeneration(
         batch.id, specs, sampling, n=end - start, at=len(tokens), logprobs=work.logprobs, top_logprobs=work.top_logprobs,
         prompt_logprobs=_wanted_of_prompt(batch) if work.prompt_logprobs else 0, priority=request.priority,
         media=media,
-        adapter=work.adapter,
+        adapter=batch.adapter,
         hidden_states=work.hidden_states, routed_experts=work.routed_experts,
     )  # fmt: skip
     return message, [prompt, *frames]
@@ -201,6 +202,11 @@ def _prompt(request: Request, prompt: int) -> memoryview:
         request.offsets = Offsets(frames)
     first, count = request.offsets.span("items", memoryview(frames[1]).cast("I"), prompt, prompt + 1)
     return memoryview(frames[0])[4 * first : 4 * (first + count)]
+
+
+def _adapter(request: Request) -> str:
+    """What engines call the adapter that generates now for `request`."""
+    return request.group.adapters.engine_name(_generation(request).adapter)
 
 
 def _generation(request: Request) -> GenerateWork:

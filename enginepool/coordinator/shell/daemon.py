@@ -115,13 +115,13 @@ class Daemon:
         except OSError as error:
             raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.launcher.adopt()
-        record = self.journal.record
-        history = self._writer.read_history(self.config.groups)
-        paths = self._snapshots.paths
-        self.handle(ev.Started(time.monotonic(), epoch, record.weights, alive, paths, record.raises, history, record.holds))
+        record, history = self.journal.record, self._writer.read_history(self.config.groups)
+        started = ev.Started(time.monotonic(), epoch, record.weights, alive, self._snapshots.paths, record.raises, history)
+        self.handle(msgspec.structs.replace(started, holds=record.holds, adapters=record.adapters))
         if self._lifeline is not None:
             # The program that embeds this pool has ended, and with it all clients.
             self.loop.add_reader(self._lifeline, self._end_now, 0)
+        self._writer.clean_adapters()
         self._writer.look()
         self._snapshots.start()
         self.sockets.listen(self._incoming.from_client, self._incoming.from_worker, self._act)
@@ -227,14 +227,10 @@ class Daemon:
                 self._unstarted.clear()
         elif type(effect) is ef.KillWorker:
             self.launcher.stop(effect.incarnation, effect.reason)
-        elif type(effect) is ef.CheckJournal:
-            self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
             self._writer.commit(effect, self._snapshots.committed)
-        elif type(effect) is ef.KeepHistory:
-            self._writer.keep_history(effect)
-        elif type(effect) is ef.KeepHolds:
-            self._writer.keep_holds(effect)
+        elif isinstance(effect, ef.ToDisk):
+            self._writer.perform(effect)
         elif type(effect) is ef.RaiseEpoch:
             self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:

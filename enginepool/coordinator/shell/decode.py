@@ -11,12 +11,15 @@ import msgspec
 import numpy as np
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.adapter_events import AdapterAsked
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.operations.base import bad, check_request
 from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
+from enginepool.coordinator.weights.adapter_checks import open_load
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
+from enginepool.protocol.adapters import check_adapter_name
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
 from enginepool.protocol.generated import (
@@ -163,6 +166,16 @@ def _asked(now: float, link: Link, question: m.InspectWeights, frames: Sequence[
     return ev.WeightsAsked(now, link, question)
 
 
+def _load_adapter(now: float, link: Link, message: m.LoadAdapter, frames: Sequence[Buffer]) -> ev.Event:
+    open_load(message, frames)
+    return AdapterAsked(now, link, message, tuple(frames))
+
+
+def _unload_adapter(now: float, link: Link, message: m.UnloadAdapter, frames: Sequence[Buffer]) -> ev.Event:
+    check_adapter_name(message.name)
+    return AdapterAsked(now, link, message)
+
+
 _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Hello: _hello,
     **dict.fromkeys(OPERATIONS, _submit),
@@ -179,6 +192,8 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.AbortUpdate: _said,
     m.InspectWeights: _asked,
     m.Control: _control,
+    m.LoadAdapter: _load_adapter,
+    m.UnloadAdapter: _unload_adapter,
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }
@@ -292,6 +307,7 @@ def _prepared(now: float, link: Link, prepared: m.Prepared, frames: Sequence[Buf
 #: messages without frames and with nothing to check
 _SAID = (
     m.Stage, m.Idle, m.Exiting, m.ErrorReply, m.Joined, m.Staged, m.WeightsLoaded, m.Restored, m.Commanded,
+    m.AdapterChanged,
 )  # fmt: skip
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,

@@ -3,6 +3,7 @@
 import time
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.adapter_events import AdapterAsked
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.requests.memory import NO_MEMORY_MS
@@ -55,6 +56,8 @@ class Incoming:
         clients = self._clients
         if type(event) is ev.Submit:
             event.unread, event.outboxes = clients.unread_of(link), clients.unread
+        elif type(event) is AdapterAsked:
+            event.outboxes = clients.unread
         elif type(event) is ev.Heard:
             if event.proof and clients.proved(link, event.proof) and link not in self._machine.core.links:
                 return  # a peer that only asks for the status: it need not say hello

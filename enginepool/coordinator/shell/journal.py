@@ -1,7 +1,7 @@
 """The journal: what must survive the coordinator. One small file of two slots, written in turn; one pool at a time.
 
-It holds the epoch and, for each group, the committed weights and what publishers have stopped. To write it is to commit: a held
-group waits until it is written. The queue is not journaled: clients resend.
+It holds the epoch and, for each group, the committed weights and adapters, and what publishers have stopped. To write it is to
+commit: a held group waits until it is written. The queue is not journaled: clients resend.
 
 `journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
 synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
@@ -23,7 +23,7 @@ from typing import IO
 import msgspec
 
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import GroupWeights
+from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.errors import ConfigError
 from enginepool.host.folders import exposed, lock_file, make_private
 
@@ -63,12 +63,14 @@ def prepare_state_dir(directory: Path) -> None:
 
 class Record(msgspec.Struct, frozen=True):
     """The content of the journal. `weights`: what is committed, by group. `raises`: how often peers have raised the epoch.
-    `holds`: what publishers have stopped, by group."""
+    `holds`: what publishers have stopped, by group.
+    `adapters`: what is committed of those that were loaded while engines ran, by group."""
 
     epoch: int = 0
     weights: dict[str, GroupWeights] = {}
     raises: int = 0
     holds: dict[str, GroupHolds] = {}
+    adapters: dict[str, list[AdapterVersion]] = {}
 
 
 class _Slot(msgspec.Struct, frozen=True):

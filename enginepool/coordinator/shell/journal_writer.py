@@ -9,6 +9,8 @@ import msgspec
 
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.adapter_events import AdapterStored, AdaptersWritten
+from enginepool.coordinator.shell.adapter_store import AdapterStore
 from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.update_history import UpdateHistory
 from enginepool.host import os_error
@@ -17,7 +19,7 @@ from enginepool.protocol.messages.weight_reports import UpdateRecord
 #: how often the paths of the state directory are looked at
 LOOK_S = 1.0
 #: what is written, for the log
-JOURNAL, HISTORY = "journal", "history of updates"
+JOURNAL, HISTORY, ADAPTERS = "journal", "history of updates", "store of adapters"
 
 
 class JournalWriter:
@@ -40,10 +42,13 @@ class JournalWriter:
         self._loop, self._journal = loop, journal
         self._tell, self._log, self._moved = tell, log, moved
         self._thread = ThreadPoolExecutor(1, "journal")
+        #: adapters are large: a held group does not wait until one is on the disk
+        self._store_thread = ThreadPoolExecutor(1, "adapters")
         self._timer: asyncio.TimerHandle | None = None
         #: why each of the two files could not be written at the last write, which is said once
         self._failures: dict[str, str] = {}
         self._history = UpdateHistory(journal.path.parent)
+        self._adapters = AdapterStore(journal.path.parent)
         #: the latest updates by group, as they are to be written; whether that is about to happen
         self._updates: dict[str, msgspec.Raw] = {}
         self._history_waits = False
@@ -59,7 +64,18 @@ class JournalWriter:
         self._updates = {name: _text(records) for name, records in found.items()}
         return found
 
-    def keep_history(self, effect: ef.KeepHistory) -> None:
+    def perform(self, effect: ef.ToDisk) -> None:
+        """Write what an effect says; the event that it names follows."""
+        if isinstance(effect, ef.CheckJournal):
+            self._check(effect)
+        elif isinstance(effect, ef.KeepHistory):
+            self._keep_history(effect)
+        elif isinstance(effect, ef.KeepHolds):
+            self._keep_holds(effect)
+        else:
+            self._change_adapters(effect)
+
+    def _keep_history(self, effect: ef.KeepHistory) -> None:
         """Write the history of updates. What is added before that has begun is written with it."""
         self._updates[effect.group] = _text(effect.records)
         self.write_history()
@@ -76,7 +92,7 @@ class JournalWriter:
         self._journal.keep()  # raises where the state directory is not the one that a successor finds
         self._history.write(dict(self._updates))
 
-    def check(self, effect: ef.CheckJournal) -> None:
+    def _check(self, effect: ef.CheckJournal) -> None:
         """`JournalChecked` follows."""
         self._submit(JOURNAL, self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
 
@@ -95,7 +111,7 @@ class JournalWriter:
 
         self._submit(JOURNAL, write, written)
 
-    def keep_holds(self, effect: ef.KeepHolds) -> None:
+    def _keep_holds(self, effect: ef.KeepHolds) -> None:
         """`HoldsKept` follows, also if they could not be written: the log says so."""
 
         def write() -> None:
@@ -103,6 +119,36 @@ class JournalWriter:
             self._journal.write(msgspec.structs.replace(record, holds={**record.holds, effect.group: effect.holds}))
 
         self._submit(JOURNAL, write, lambda _: self._tell(ev.HoldsKept(monotonic(), effect.number)))
+
+    def _change_adapters(self, effect: ef.StoreAdapter | ef.WriteAdapters | ef.DropStored) -> None:
+        """`AdapterStored` follows, or `AdaptersWritten`, or nothing."""
+        store = self._adapters
+        if isinstance(effect, ef.StoreAdapter):
+            path, change = store.folder(effect.group, effect.adapter), effect.change
+
+            def stored(why: str) -> None:
+                self._tell(AdapterStored(monotonic(), change, str(path), why))
+
+            self._submit(ADAPTERS, lambda: store.write(path, effect), stored)
+        elif isinstance(effect, ef.WriteAdapters):
+            self._submit(JOURNAL, lambda: self._write_adapters(effect), lambda why: self._adapters_written(effect, why))
+        else:
+            self._submit(ADAPTERS, lambda: store.remove(store.folder(effect.group, effect.adapter)))
+
+    def _write_adapters(self, effect: ef.WriteAdapters) -> None:
+        """In the thread."""
+        record = self._journal.record
+        adapters = {**record.adapters, effect.group: list(effect.adapters)}
+        self._journal.write(msgspec.structs.replace(record, adapters=adapters))
+
+    def _adapters_written(self, effect: ef.WriteAdapters, why: str) -> None:
+        self._tell(AdaptersWritten(monotonic(), effect.change, why))
+        # Of each group one adapter changes at a time, so nothing else of this one is stored and not committed.
+        self._submit(ADAPTERS, lambda: self._adapters.keep_only(self._journal.record.adapters, effect.group))
+
+    def clean_adapters(self) -> None:
+        """Remove what is stored of adapters that are not committed: called before any is about to be."""
+        self._submit(ADAPTERS, lambda: self._adapters.keep_only(self._journal.record.adapters))
 
     def raise_epoch(self, epoch: int, then: Callable[[str], None]) -> None:
         """Write a higher epoch, and call `then` on the loop with "", or with why it could not be written."""
@@ -122,7 +168,7 @@ class JournalWriter:
 
     def _submit(self, what: str, act: Callable[[], None], then: Callable[[str], None] = lambda why: None) -> None:
         """Let the thread call `act`, which writes `what`. Then call `then` on the loop with "", or with why that failed."""
-        self._thread.submit(self._run, what, act, then)
+        (self._store_thread if what == ADAPTERS else self._thread).submit(self._run, what, act, then)
 
     def _run(self, what: str, act: Callable[[], None], then: Callable[[str], None]) -> None:
         """In the thread."""
@@ -133,7 +179,9 @@ class JournalWriter:
             why = os_error(error)
         except Exception as error:  # of any kind: a group is held until the write is answered
             why = f"{type(error).__name__}: {error}"
-        moved, self._journal.moved = self._journal.moved, ""
+        moved = ""
+        if what != ADAPTERS:
+            moved, self._journal.moved = self._journal.moved, ""
         self._loop.call_soon_threadsafe(self._done, what, then, why, moved)
 
     def _done(self, what: str, then: Callable[[str], None], why: str, moved: str) -> None:
@@ -150,6 +198,7 @@ class JournalWriter:
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown()
+        self._store_thread.shutdown()
 
 
 def _text(records: Sequence[UpdateRecord]) -> msgspec.Raw:

@@ -84,14 +84,15 @@ def check_regions(regions: Sequence[MemoryRegion], pid: int | None) -> None:
                 raise WireError("bad_request", text, field=f"{at}.path", limit=f"/proc/{whose}/fd/N")
 
 
-def outside(path: str, roots: Sequence[str]) -> str:
-    """Why the checkpoint directory `path` may not be opened, as far as its text tells; or "". Workers resolve links."""
+def outside(path: str, roots: Sequence[str], setting: str = "checkpoint_roots") -> str:
+    """Why the directory `path` may not be opened, as far as its text tells; or "". Workers resolve links. `roots`: the value of
+    `setting` of the group."""
     if not path.startswith("/"):
         return f"path: {path!r}: must be absolute, or a directory that exists where it is published"
     if "\0" in path or ".." in path.split("/"):
         return f"path: {path!r}: must not contain '..' or a null character"
     if not roots:
-        return f"path: {path!r}: must lie under one of the group's checkpoint_roots, and its configuration has none"
+        return f"path: {path!r}: must lie under one of the group's {setting}, and its configuration has none"
     if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
-        return f"path: {path!r}: must lie under one of the group's checkpoint_roots: {', '.join(roots)}"
+        return f"path: {path!r}: must lie under one of the group's {setting}: {', '.join(roots)}"
     return ""

@@ -15,6 +15,7 @@ from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
 from enginepool.workers.room import Held, SharedRoom
+from enginepool.workers.sglang.generate.adapter_loads import AdapterLoads
 from enginepool.workers.sglang.generate.adapter_slots import AdapterSlots
 from enginepool.workers.sglang.generate.media import (
     ROOM_PIXELS,
@@ -71,6 +72,7 @@ class EngineGeneration:
         pinned = [name for name, adapter in adapters.items() if adapter.pinned]
         self.adapters = AdapterSlots(settings.get("max_loras_per_batch") or 1, pinned)
         self.capabilities = capabilities
+        self._loads = AdapterLoads(tokenizer_manager, requests, settings.get("max_loaded_loras"))
         self._deterministic = bool(settings.get("enable_deterministic_inference"))
         #: +1 when the engine runs larger priorities first, as the pool does; 0 when it knows none.
         self._priority_sign = -1 if settings.get("schedule_low_priority_values_first") else 1
@@ -94,6 +96,17 @@ class EngineGeneration:
 
     def forget(self) -> None:
         """The engine has dropped all prefixes. Nothing was noted of them here."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter. Raises EngineError."""
+        await self._loads.load(name, path)
+        self.capabilities = msgspec.structs.replace(self.capabilities, adapters=(*self.capabilities.adapters, name))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter: no new task may name it. Raises EngineError."""
+        left = tuple(one for one in self.capabilities.adapters if one != name)
+        self.capabilities = msgspec.structs.replace(self.capabilities, adapters=left)
+        await self._loads.unload(name)
 
     def check(self, task: GenerationTask) -> None:
         """Raise EngineError for a task that this engine cannot run."""

@@ -6,6 +6,7 @@ from typing import Any
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
+from enginepool.workers.sglang.generate.adapter_loads import adapter_features
 from enginepool.workers.sglang.generate.adapter_slots import adapter_names
 from enginepool.workers.sglang.generate.media import media_features
 from enginepool.workers.sglang.generate.mixed import mixed_budgets
@@ -97,7 +98,7 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
     bounds, text = generation_budgets(running), tokenizer_of(tm) is not None
     ends_by_model = bounds.context == running.longest + 1 and running.kv_tokens >= tm.context_len
     kept = tm.context_len - bounds.context if ends_by_model else 0
-    features = (*generation_features(running.settings, text), *media_features(tm))
+    features = (*generation_features(running.settings, text), *media_features(tm), *adapter_features(running.settings))
     if settings.mixed:
         rows = [one.name for one in OPERATIONS if one.serves(True, "")]
         if missing := [name for name in settings.operations if name not in (*rows, "generate")]:

@@ -9,6 +9,7 @@ import contextlib
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,11 @@ from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import Running, SettingsError
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
-from enginepool.workers.sglang.score.cross_encoder import pair_rows
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
-from enginepool.workers.sglang.text.chat_rows import chat_rows
-from enginepool.workers.sglang.text.joined_rows import joined_rows
-from enginepool.workers.sglang.text.label_ids import label_ids
+from enginepool.workers.sglang.text.text_ids import text_ids
 from enginepool.workers.sglang.weights.updates import SglangWeights
 from enginepool.workers.texts import TextIds, TextTask
 
@@ -221,17 +219,8 @@ class SglangEngine:
         tokenizer = tokenizer_of(self._tm)
         if tokenizer is None:
             raise EngineError("the model has no tokenizer: send token ids")
-
-        def encode() -> TextIds:
-            if task.asked.chat is not None:
-                rows, truncated = chat_rows(tokenizer, [item for _, item in task.pairs], task.asked.chat, task.asked)
-            elif capabilities.separator is not None and not task.asked.raw:
-                config = self._tm.model_config.hf_config
-                rows, truncated = pair_rows(tokenizer, config, task.pairs, task.asked, capabilities.context)
-            else:
-                rows, truncated = joined_rows(tokenizer, task.pairs, task.asked)
-            return TextIds(rows, truncated, label_ids(tokenizer, task.asked.labels))
-
+        pairs = self._tm.model_config.hf_config if capabilities.separator is not None else None
+        encode = partial(text_ids, tokenizer, task, pairs, capabilities.context)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         except (ValueError, TypeError) as error:
@@ -253,10 +242,7 @@ class SglangEngine:
 
         Raises EngineError when the task is refused or failed, EngineDied when the engine is lost.
         """
-        can = self._serving()
-        if self._generation is None:
-            raise EngineError(f"generate: this engine runs {', '.join(can.operations)}")
-        work = asyncio.create_task(Sequences(self._generation, task, emit).run())
+        work = asyncio.create_task(Sequences(self._generating(), task, emit).run())
         try:
             await self._end.unless_over(asyncio.shield(work))
         finally:
@@ -280,6 +266,14 @@ class SglangEngine:
     async def resume(self) -> None:
         """Go on; nothing where it is not paused."""
         await self._end.unless_over(pausing_of(self._generation).resume())
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have SGLang load a LoRA adapter. Raises EngineError."""
+        await self._end.unless_over(self._generating().load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have SGLang unload a LoRA adapter once no sequence uses it. Raises EngineError."""
+        await self._end.unless_over(self._generating().unload_adapter(name))
 
     def report_prefixes(self, report: PrefixReport) -> None:
         """Tell `report` what SGLang's radix cache has, where SGLang publishes KV events."""
@@ -339,6 +333,13 @@ class SglangEngine:
     def _on_sigquit(self) -> None:
         error = self._host.last_error() if self._host else ""
         self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
+
+    def _generating(self) -> EngineGeneration:
+        """Its sequences. Raises EngineDied after the engine's end, EngineError before it started or where it only runs rows."""
+        can = self._serving()
+        if self._generation is None:
+            raise EngineError(f"generate: this engine runs {', '.join(can.operations)}")
+        return self._generation
 
     def _serving(self) -> Capabilities:
         """What it can do. Raises EngineDied after the engine's end, EngineError before it has started."""

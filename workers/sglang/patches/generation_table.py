@@ -20,6 +20,18 @@ from enginepool.workers.sglang.patches.private_name import private as _private
 OF_GENERATION: tuple[Private, ...] = (
     *_private("generate/sequences.py", ADAPTERS, ("LoRARef.pinned", "read", "adapters with a place of their own in a batch")),
     *_private(
+        "generate/adapter_loads.py", TOKENIZER,
+        ("TokenizerManager.lora_registry", "read", "how many adapters are loaded"),
+        ("TokenizerManager.load_lora_adapter unload_lora_adapter", "called", "adapters, while it serves", "self, obj, _"),
+    ),
+    *_private("generate/adapter_loads.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "how many there are", "self")),
+    *_private(
+        "generate/adapter_loads.py", REQUESTS,
+        ("LoadLoRAAdapterReqInput", "called", "adapters, while it serves"),
+        ("UnloadLoRAAdapterReqInput", "called", "adapters, while it serves"),
+        ("LoRAUpdateOutput.success error_message", "read", "whether it did"),
+    ),
+    *_private(
         "generate/sequences.py", TOKENIZER,
         ("TokenizerManager.generate_request", "called", "sequences", "self, obj, request"),
         ("TokenizerManager.abort_request", "called", "a sequence that is no longer wanted", "self, rid, abort_all"),

@@ -1,0 +1,109 @@
+"""The folder of a LoRA adapter, as PEFT writes it: checked before an engine sees it, without any library of tensors.
+
+SGLang finds out that a tensor has another shape than its layer when a sequence first uses the adapter, and dies of it. What it
+would take and compute wrongly is refused by name as well. No file is opened that could hold a program.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginepool.protocol.adapters import CONFIG_FILE, MAX_ADAPTER_CONFIG, TENSORS_FILE, adapter_digest
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under, safetensors_entries
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+#: what of an adapter's configuration SGLang does not look at: the values that mean nothing
+_UNREAD: dict[str, tuple[Any, ...]] = {
+    "use_rslora": (None, False),
+    "use_dora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+}
+
+
+def read_adapter(path: str, roots: Sequence[str], setting: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    """(folder, digest) of the adapter in `path`, which lies under one of `roots`, the value of `setting`.
+
+    Args:
+        shapes: of the model's weights, by the names of its checkpoint; empty: they are not known.
+
+    Raises:
+        CheckpointError: it lies elsewhere, cannot be read, or does not fit the model.
+    """
+    folder = Path(checkpoint_under(path, roots, setting))
+    try:
+        names = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+        if names != [TENSORS_FILE]:
+            raise CheckpointError(f"{path}: has {', '.join(names) or 'no tensors'}; expected {TENSORS_FILE} and no others")
+        with (folder / CONFIG_FILE).open("rb") as opened:
+            config = opened.read(MAX_ADAPTER_CONFIG + 1)
+        tensors = np.fromfile(folder / TENSORS_FILE, np.uint8)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read: {why}") from None
+    entries, begin = safetensors_entries(folder / TENSORS_FILE)
+    try:
+        _check_shapes(dict(entries), _check_config(config), shapes)
+        for name, entry in entries:
+            first, end = entry["data_offsets"]
+            _check_numbers(name, tensors[begin + first : begin + end].view(_DTYPES[entry["dtype"]]), entry["dtype"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not an adapter ({type(error).__name__}: {error})") from None
+    return str(folder), adapter_digest(config, tensors.data)
+
+
+def _check_config(text: bytes) -> int:
+    """The rank. Raises CheckpointError for a configuration that SGLang would not serve as it is meant."""
+    if len(text) > MAX_ADAPTER_CONFIG:
+        raise CheckpointError(f"{CONFIG_FILE}: more than {MAX_ADAPTER_CONFIG} bytes")
+    try:
+        config = json.loads(text)
+        kind, rank, alpha = str(config["peft_type"]), config["r"], config["lora_alpha"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{CONFIG_FILE}: not the configuration of an adapter ({type(error).__name__}: {error})") from None
+    if kind.upper() != "LORA":
+        raise CheckpointError(f"{CONFIG_FILE}: peft_type is {kind!r:.40}; LORA")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise CheckpointError(f"{CONFIG_FILE}: r is {rank!r:.40} and lora_alpha is {alpha!r:.40}; two numbers, r at least 1")
+    for key, values in _UNREAD.items():
+        if (value := config.get(key)) not in values:
+            raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; leave it out")
+    return rank
+
+
+def _check_shapes(entries: Mapping[str, Any], rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Each tensor is one of a pair for a weight of the model. Raises CheckpointError."""
+    layers: dict[str, dict[str, list[int]]] = {}
+    for name, entry in entries.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None or entry.get("dtype") not in _DTYPES:
+            allowed = f"base_model.model.LAYER.lora_A.weight or lora_B, of {', '.join(_DTYPES)}"
+            raise CheckpointError(f"{name:.200}: {entry.get('dtype')!r:.20}; expected {allowed}")
+        layers.setdefault(found[1], {})[found[2]] = entry["shape"]
+    if not layers:
+        raise CheckpointError(f"{TENSORS_FILE}: has no tensors")
+    for layer, parts in layers.items():
+        weight = shapes.get(f"{layer}.weight")
+        if shapes and (weight is None or len(weight) != 2):
+            raise CheckpointError(f"{layer:.200}: the model has no such layer with a weight of two sides")
+        rows, columns = weight or (parts.get("B", [0])[0], parts.get("A", [0])[-1])
+        wanted = {"A": [rank, columns], "B": [rows, rank]}
+        if parts != wanted:
+            raise CheckpointError(f"{layer:.200}: lora_A and lora_B are {parts}; expected {wanted}, for r = {rank}")
+
+
+def _check_numbers(name: str, values: Any, dtype: str) -> None:
+    """Raise CheckpointError for NaN and infinity."""
+    wrong = ((values & 0x7F80) == 0x7F80).any() if dtype == "BF16" else not np.isfinite(values).all()
+    if wrong:
+        raise CheckpointError(f"{name}: has NaN or infinity")

@@ -1,0 +1,49 @@
+"""LoRA adapters that SGLang loads and unloads while it serves. No SGLang here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from enginepool.protocol.adapters import LOADS_ADAPTERS
+from enginepool.workers.engine import EngineError
+from enginepool.workers.sglang.host.processes import replicas_of
+
+
+def adapter_features(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Whether this engine loads adapters while it serves, from SGLang's resolved `settings`: SGLang has made room for them, and
+    the engine has no replicas, which SGLang loads none into."""
+    return (LOADS_ADAPTERS,) if settings.get("enable_lora") and replicas_of(settings) == 1 else ()
+
+
+class AdapterLoads:
+    """Has SGLang load and unload. Its calls never return once the engine is gone.
+
+    Args:
+        tm: SGLang's tokenizer manager.
+        requests: SGLang's module of request classes.
+        most: how many SGLang holds; None: any number.
+    """
+
+    def __init__(self, tm: Any, requests: Any, most: int | None) -> None:
+        self._tm, self._requests, self._most = tm, requests, most
+
+    async def load(self, name: str, path: str) -> None:
+        """Raises EngineError: SGLang refused it, and has nothing of it."""
+        loaded = self._tm.lora_registry.get_all_adapters()
+        if self._most is not None and len(loaded) >= self._most:
+            # SGLang would unload another one, which requests may name.
+            raise EngineError(f"max_loaded_loras = {self._most}, and as many are loaded: {', '.join(sorted(loaded))}")
+        answer = await self._tm.load_lora_adapter(self._requests.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path))
+        if not answer.success:
+            # Some of its processes may have it.
+            await self._tm.unload_lora_adapter(self._requests.UnloadLoRAAdapterReqInput(lora_name=name))
+            raise EngineError(f"SGLang did not load it: {_said(answer)}")
+
+    async def unload(self, name: str) -> None:
+        """Raises EngineError: SGLang refused."""
+        answer = await self._tm.unload_lora_adapter(self._requests.UnloadLoRAAdapterReqInput(lora_name=name))
+        if not answer.success:
+            raise EngineError(f"SGLang did not unload it: {_said(answer)}")
+
+
+def _said(answer: Any) -> str:
+    return " ".join(str(answer.error_message).split())[:300]
