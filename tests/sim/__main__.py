@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--sleeping", action="store_true", help="callers pause groups, put engines to sleep, and let them go on"
     )
+    parser.add_argument("--adapting", action="store_true", help="adapters are loaded, replaced and unloaded")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -62,6 +63,7 @@ def main() -> int:
                 generating=args.generating,
                 talking=args.talking,
                 sleeping=args.sleeping,
+                adapting=args.adapting,
             )
         except Failed as failure:
             out(f"{failure}\n")
@@ -70,6 +72,8 @@ def main() -> int:
         if args.count == 1:
             out(f"seed {seed}, {workers} workers: digest {outcome.digest:08x}, {outcome.seconds:.1f} s simulated\n")
             out(f"{outcome.events} events, answers {outcome.answers}, updates {outcome.updates}\n")
+            if outcome.changes:
+                out(f"changes of adapters {dict(sorted(outcome.changes.items()))}\n")
             if outcome.streams:
                 out(f"generations {dict(sorted(outcome.streams.items()))}\n")
     if args.count > 1:

@@ -1,7 +1,7 @@
 """What a generation must answer: each sequence from its spans, computed again by the pure function of the engines."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import NamedTuple
@@ -9,10 +9,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from enginepool.client.session.events import Answer
+from enginepool.protocol.adapters import engine_name
 from enginepool.protocol.generated import join_columns, read_experts, read_hidden, read_prompt_columns, split_columns
 from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
 from enginepool.workers.sim.operation import Weights as SimWeights
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of
+from tests.sim.adapting import LATER
 from tests.sim.generating import END_EVERY, Generating
 from tests.sim.sim_generator import routes_of, states_of, top_of
 from tests.sim.traffic import Call
@@ -28,6 +30,23 @@ class Weights(NamedTuple):
     content: int
     committed: bool
     digest: str = ""
+
+
+class Known(NamedTuple):
+    """What may have generated for a call: the adapter that it names, and all commits of adapters. `floor`: the earliest
+    version."""
+
+    group: str
+    adapter: str
+    history: Mapping[tuple[str, str], Sequence[tuple[float, int]]]
+    floor: int
+
+    def names(self, version: int | None) -> list[str]:
+        """What an engine may call the adapter of a token: in this version, or, None, in any."""
+        known = {one for _, one in self.history.get((self.group, self.adapter), ()) if one >= max(self.floor, 1)}
+        if not known:
+            return [self.adapter]
+        return [engine_name(self.adapter, one) for one in sorted(known) if version in (None, one)]
 
 
 def passed(version: int, weights: Sequence[Weights]) -> bool:
@@ -47,7 +66,7 @@ class Answered(NamedTuple):
     routed_experts: bytes = b""
 
 
-def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> Iterator[str]:
+def check_generated(call: Call, answer: Answer, weights: Sequence[Weights], known_: Known) -> Iterator[str]:
     """The final answer of a call is the right one, and a stream had the same tokens. Yields what happened to its sequences."""
     message, generating = answer.message, call.generating
     assert isinstance(message, Generated) and generating is not None, f"{call}: {message}"
@@ -78,7 +97,10 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
         if i in known:
             assert not sequence.tokens and sequence.end == known[i], f"{call}: sequence {i} had ended: {sequence}"
         else:
-            _check_sequence(call, generating, i, sequence, weights)
+            names = _adapters_of(call, message, i, starts[i], sequence, known_)
+            _check_sequence(call, generating, i, sequence, weights, names)
+            if len({*map(tuple, names)}) > 1:
+                yield "several versions of an adapter"
             yield sequence.end.reason
         if len(sequence.spans) > 1:
             yield "several versions"
@@ -95,7 +117,7 @@ def check_generated(call: Call, answer: Answer, weights: Sequence[Weights]) -> I
             assert read.spans == sequence.spans, f"{call}: sequence {i}: {read.spans} in the stream, {sequence.spans} now"
             assert read.end == (None if i in known else sequence.end), f"{call}: sequence {i} ended differently: {read.end}"
     if request.prompt_logprobs:
-        _check_prompts(call, message, answer, [sequence.tokens for sequence in sequences], weights)
+        _check_prompts(call, message, answer, sequences, weights, known_)
         yield "prompt logprobs"
     if generating.full:
         yield "waited for its reader"
@@ -138,22 +160,28 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
     return found
 
 
-def _check_prompts(call: Call, message: Generated, answer: Answer, tokens: Sequence[bytes], weights: Sequence[Weights]) -> None:
-    """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made."""
+def _check_prompts(
+    call: Call, message: Generated, answer: Answer, sequences: Sequence[Answered], weights: Sequence[Weights], may: Known
+) -> None:
+    """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made.
+
+    Where its adapter was unloaded, the task that was to give them may have been stopped first.
+    """
     generating = call.generating
     assert generating is not None
     known, top = dict(message.prompts), generating.request.top_logprobs
-    adapter = generating.request.adapter
     data = bytes(read_prompt_columns(message.frames, answer.frames)) if known else b""
-    n = len(tokens) // len(call.prompts)
-    begun = {i // n for i, some in enumerate(tokens) if some}
+    n = len(sequences) // len(call.prompts)
+    begun = {i // n for i, one in enumerate(sequences) if one.tokens}
+    if generating.request.adapter:
+        begun -= {i // n for i, one in enumerate(sequences) if one.end.reason == "interrupted"}
     assert len(known) == len(message.prompts) and begun <= known.keys(), f"{call}: {message.prompts}, tokens of {begun}"
     for number, count in message.prompts:
         size = 4 * count * (1 + 2 * top)
         prompt, mine, data = call.prompts[number], data[:size], data[size:]
-        engines = (SimWeights(one.content).with_adapter(adapter) for one in weights)
+        engines = (SimWeights(one.content).with_adapter(name) for one in weights[call.floor :] for name in may.names(None))
         allowed = [_of_prompt(prompt, count, top, engine) for engine in engines]
-        assert 4 * count == len(prompt) and mine in allowed[call.floor :], f"{call}: prompt {number}"
+        assert 4 * count == len(prompt) and mine in allowed, f"{call}: prompt {number}"
 
 
 def _of_prompt(prompt: bytes, count: int, top: int, weights: SimWeights) -> bytes:
@@ -164,10 +192,29 @@ def _of_prompt(prompt: bytes, count: int, top: int, weights: SimWeights) -> byte
     return join_columns(array("f", known).tobytes(), top_ids.tobytes(), top_logprobs.tobytes(), top)
 
 
-def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights]) -> None:
+def _adapters_of(call: Call, message: Generated, i: int, start: int, sequence: Answered, known: Known) -> list[list[str]]:
+    """Of each new token of a sequence, what its engine may have called the adapter."""
+    entries = list(message.adapters[i]) if message.adapters else []
+    told, tokens = f"{call}: sequence {i}: adapters {entries}", len(sequence.tokens) // 4
+    at = [position for _, position in entries]
+    assert at == sorted({*at}) and all(start <= one < start + tokens for one in at), told
+    later = known.adapter in LATER
+    assert later or not entries, f"{told} of an adapter that engines start with"
+    assert not (later and tokens) or call.score.stream or at[:1] == [start], told
+    names: list[list[str]] = []
+    for place in range(start, start + tokens):
+        versions = [version for version, position in entries if position <= place]
+        names.append(known.names(versions[-1] if versions else None))
+        assert names[-1], f"{told}: never committed, or earlier than what was said to be loaded"
+    return names
+
+
+def _check_sequence(
+    call: Call, generating: Generating, i: int, sequence: Answered, weights: Sequence[Weights], names: Sequence[Sequence[str]]
+) -> None:
     request, end, told = generating.request, sequence.end, f"{call}: sequence {i}: {sequence.end}, {sequence.spans}"
     may = (request.partial or generating.constrained) and sequence.tokens
-    may = may or (request.version is not None and passed(request.version, weights))
+    may = may or (request.version is not None and passed(request.version, weights)) or request.adapter in LATER[:-1]
     assert end.reason != "interrupted" or (may and end.matched is None), told
     prompt, brought = call.prompts[i // request.n], generating.brought[i]
     whole = array("i", prompt + brought + sequence.tokens)
@@ -186,28 +233,29 @@ def _check_sequence(call: Call, generating: Generating, i: int, sequence: Answer
     wrong = ""
     for sample in samples:
         expected = SimSequence(prompt + brought, sampling, sample, VOCAB, END_EVERY)
-        engine = SimWeights(0, has if generating.constrained else 0).with_adapter(request.adapter)
-        wrong = _differs(expected, contents, allowed, sequence, engine)
+        engine = SimWeights(0, has if generating.constrained else 0)
+        wrong = _differs(expected, contents, allowed, sequence, engine, names)
         if not wrong:
             return
     raise AssertionError(f"{told}: {wrong}; committed: {of_version}, from number {call.floor} on")
 
 
 def _differs(
-    expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered, engine: SimWeights
-) -> str:
+    expected: SimSequence, contents: Sequence[int], allowed: Sequence[Sequence[int]], sequence: Answered, engine: SimWeights,
+    names: Sequence[Sequence[str]],
+) -> str:  # fmt: skip
     """How a sequence differs from what weights with these contents generate, or "".
 
     `allowed`: of each token, the numbers of the weights that may have computed it; later tokens are of later ones. `engine`:
-    the rest of what its tokens depend on."""
+    the rest of what its tokens depend on. `names`: of each token, what the engine may have called its adapter."""
     reason, matched, latest = "", None, 0
     chances = array("f", sequence.logprobs)
     for at, (token, numbers) in enumerate(zip(array("i", sequence.tokens), allowed, strict=True)):
         if reason:
             return f"more after token {at}, which ends it"
-        for latest in (number for number in numbers if number >= latest):
+        for latest, name in ((number, name) for number in numbers if number >= latest for name in names[at]):
             then = copy(expected)
-            drawn = then.next(engine._replace(seed=engine.seed + contents[latest]))
+            drawn = then.next(engine._replace(seed=engine.seed + contents[latest]).with_adapter(name))
             if drawn.token == token and (not chances or array("f", [drawn.logprob])[0] == chances[at]):
                 break
         else:

@@ -65,6 +65,8 @@ class Generating:
         self.looks = False
         #: the coordinator waits for the caller to read
         self.full = False
+        #: the earliest version of its adapter that may generate
+        self.floor = 0
         #: how often the request was sent, and to a coordinator of which epoch first
         self.sends = self.epoch = 0
 

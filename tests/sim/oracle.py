@@ -9,8 +9,9 @@ from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
 from enginepool.protocol.messages import ErrorReply, Generate, Generated, Result
 from enginepool.protocol.messages.weights import Published
+from tests.sim.adapting import AdapterOracle, SimChange
 from tests.sim.commands import CommandOracle
-from tests.sim.generated import Weights, check_generated, passed
+from tests.sim.generated import Known, Weights, check_generated, passed
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
@@ -38,6 +39,7 @@ class Oracle:
         self.updates: dict[str, int] = {}
         self.leases = Leases()
         self.commands = CommandOracle()
+        self.adapters = AdapterOracle()
         #: nothing goes wrong but links: an update that is right succeeds, if its publisher is not cut off for a whole lease
         self.gentle = False
         #: calls that an engine refused, or cut, because it was told to
@@ -113,7 +115,10 @@ class Oracle:
         assert not wrong, f"{call}: answered, and should not be"
         weights = self.weights[self._name(call.score.group)]
         self._named(call, answer.message)
-        for kind in check_generated(call, answer, weights):
+        assert call.generating is not None
+        adapter, floor = call.generating.request.adapter, call.generating.floor
+        known = Known(self._name(call.score.group), adapter, self.adapters.history, floor)
+        for kind in check_generated(call, answer, weights, known):
             self.stream(kind)
 
     def works(self, uid: int, worker: str) -> None:
@@ -179,12 +184,28 @@ class Oracle:
             assert call.score.version is not None and passed(call.score.version, self.weights[self._name(call.score.group)]), (
                 told
             )
+        elif code == "bad_request" and failure.field == "adapter":
+            assert call.generating is not None
+            group, adapter = self._name(call.score.group), call.generating.request.adapter
+            assert 0 in self.adapters.during(group, adapter, call.submitted, now), told
+            self.stream("adapter not loaded")
         elif code in ("bad_request", "unknown_group"):
             assert call.bad == code, told
         elif code == "closed":
             assert call.client in self.closed, told
         else:
             raise AssertionError(told)
+
+    def changed(self, now: float, change: SimChange, effect: Answer | Fail) -> None:
+        """A publisher hears what became of an adapter."""
+        excused = {"pool_down"} if change.group in self.down else set[str]()
+        excused |= {"shutting_down"} if self.draining or self.stops else set()
+        gentle = self.gentle and not self.stops
+        self.adapters.finished(now, change, effect, gentle=gentle, excused=excused)
+
+    def adapter_floor(self, group: str, adapter: str) -> int:
+        """The earliest version of an adapter for what is asked now."""
+        return self.adapters.floor(self._name(group), adapter)
 
     # --- weights -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ import msgspec
 from enginepool.client.session.settings import SessionSettings
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.coordinator.core.context import HEADER_BYTES
+from enginepool.protocol.adapters import LOADS_ADAPTERS
 from enginepool.protocol.messages import Capabilities
+from tests.sim.adapting import SimChange, make_changes
 from tests.sim.commands import SimCommand
 from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
@@ -184,6 +186,9 @@ class Plan:
         if embedding is not None:
             self._embed(embedding)
         self.commands: list[SimCommand] = []
+        #: of adapters; what one takes at most at an engine, and how often a load fails there
+        self.changes: list[SimChange] = []
+        self.adapter_s, self.adapter_fails = 0.1, 0.0
         if commanding is not None:
             self._command(commanding)
         #: how calls generate, where some do; what a step of an engine takes
@@ -247,6 +252,18 @@ class Plan:
                 keep_generations(random, offer)
         for kind in () if self.gentle or not self.offers else random.sample(LOAD_FAULTS, random.choice((0, 1, 3))):
             self.triggers.append(("load", kind, random.choice((0.0, 0.02, 0.06))))
+
+    def adapt(self, random: Random) -> None:
+        """Let publishers change adapters of the groups that generate."""
+        groups = [name for name, can in self.capabilities.items() if "generate" in can.operations]
+        self.changes = make_changes(random, groups, self.clients, self.span + 2.0) if groups else []
+        self.adapter_s = random.choice((0.01, 0.1, 1.0, 3.0))
+        self.adapter_fails = 0.0 if self.gentle else random.choice((0.0, 0.0, 0.1, 0.4))
+        for name in groups:
+            can = self.capabilities[name]
+            self.capabilities[name] = msgspec.structs.replace(can, features=(*can.features, LOADS_ADAPTERS))
+        roots = {name: msgspec.structs.replace(one, adapter_roots=["/adapters"]) for name, one in self.config.groups.items()}
+        self.config = msgspec.structs.replace(self.config, groups=roots)
 
     def _command(self, random: Random) -> None:
         """Let callers flush groups, often enough that a client asks again before all workers have answered."""

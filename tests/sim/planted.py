@@ -50,6 +50,9 @@ SHOWN_BY = {
     "rows_and_sequences_wait_for_each_other": 18,
     "batches_count_next_to_sequences": 480,
     "rows_that_hang_have_time_while_tokens_arrive": 58,
+    "a_resumed_sequence_names_its_last_version_alone": 169,
+    "a_worker_never_says_what_it_loaded_for_an_earlier_coordinator": 121,
+    "a_change_that_is_delivered_twice_runs_twice": 31,
 }
 
 

@@ -27,6 +27,7 @@ from enginepool.protocol.frames import Buffer, check_frames, decode_header
 from enginepool.protocol.messages import Generate, Generated, Result, Status, ToClient, Tokens
 from enginepool.protocol.messages.control import Control
 from tests.core.session_invariants import check_session
+from tests.sim.adapting import SimChange
 from tests.sim.commands import SimCommand
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
@@ -54,6 +55,7 @@ class SimClient:
         self.heard: Callable[[Call, Answer | Fail], None] = lambda _, __: None
         self._calls: dict[int, Call] = {}
         self._commands: dict[int, SimCommand] = {}
+        self._changes: dict[int, SimChange] = {}
         self._held: list[Sequence[Buffer]] = []
         self._wanted: list[tuple[Call, bool]] = []
         #: events that the session took
@@ -79,6 +81,9 @@ class SimClient:
         call.score.id = self.ids
         call.submitted = now
         call.floor = self.oracle.floor(call.score.group)
+        if call.generating is not None:
+            generating = call.generating
+            generating.floor = self.oracle.adapter_floor(call.score.group, generating.request.adapter)
         call.deadline = None if call.timeout is None else now + call.timeout
         self._calls[call.id] = call
         self._take(SubmitRequest(now, call.score, call.frames, call.deadline, call.retry_busy))
@@ -107,6 +112,21 @@ class SimClient:
         wish = command.wish
         self.oracle.commands.sleep.asked(now, command.group, wish)
         self._take(Ask(now, Control(self.ids, wish.name, command.group, wish.worker, list(wish.tags)), deadline))
+
+    def change(self, change: SimChange) -> None:
+        """A publisher changes an adapter."""
+        if self.gone:
+            self.oracle.adapters.forget(change)
+            return
+        if self.stalled:
+            self.world.after(0.1, self.change, change)
+            return
+        now = self.world.now
+        self.ids += 1
+        change.asked = now
+        self._changes[self.ids] = change
+        question, frames = change.question(self.ids)
+        self._take(Ask(now, question, None if change.timeout is None else now + change.timeout, frames))
 
     def ask_status(self) -> None:
         if not self.gone and not self.stalled:
@@ -153,6 +173,8 @@ class SimClient:
                 if call is not None:
                     self.oracle.finished(self.world.now, call, effect)
                     self.heard(call, effect)
+                elif effect.id in self._changes:
+                    self.oracle.changed(self.world.now, self._changes[effect.id], effect)
                 elif effect.id in self._commands:
                     self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
             elif type(effect) is OpenLink:
@@ -231,6 +253,7 @@ class SimClient:
         if not self.gone:
             self.oracle.closed.add(self.index)
             self.oracle.commands.closed.add(self.index)
+            self.oracle.adapters.closed.add(self.index)
             self._take(Close(self.world.now))
             self._leave()
 
@@ -241,6 +264,8 @@ class SimClient:
                 self.oracle.forget(call)
         for command in self._commands.values():
             self.oracle.commands.forget(self.world.now, command)
+        for change in self._changes.values():
+            self.oracle.adapters.forget(change)
         for call, submit in self._wanted:
             if submit:
                 self.oracle.forget(call)

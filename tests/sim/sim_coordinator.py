@@ -6,10 +6,14 @@ a cut link, and a stall leaves everything in the sockets until it is over.
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.adapter_events import AdapterStored, AdaptersWritten
 from enginepool.coordinator.core.group_holds import GroupHolds
+from enginepool.coordinator.core.group_weights import AdapterVersion
 from enginepool.coordinator.core.story import story
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
@@ -73,17 +77,27 @@ class SimCoordinator:
         self.journal: dict[str, ev.GroupWeights] = {}
         self.holds: dict[str, GroupHolds] = {}
         self.disk_full = 0.0
+        #: committed adapters, as on disk
+        self.adapters: dict[str, list[AdapterVersion]] = {}
         self._last_write = 0.0
         #: called with each message to a client
         self.heard: Callable[[Message], None] = lambda _: None
 
-    def start(self, epoch: int, journal: dict[str, ev.GroupWeights], holds: dict[str, GroupHolds] | None = None) -> None:
+    def start(
+        self,
+        epoch: int,
+        journal: dict[str, ev.GroupWeights],
+        holds: dict[str, GroupHolds] | None = None,
+        adapters: dict[str, list[AdapterVersion]] | None = None,
+    ) -> None:
         self.world.note("coordinator", f"starts, epoch {epoch}")
         self.network.server = self
         self.journal, self.holds = journal, {} if holds is None else holds
+        self.adapters = {} if adapters is None else adapters
         folders = {"memory": "/memory", "disk": "/disk"}
         found = self.cluster.survivors(self)
-        self.handle(ev.Started(self.world.now, epoch, dict(journal), found, folders, holds=dict(self.holds)))
+        started = ev.Started(self.world.now, epoch, dict(journal), found, folders)
+        self.handle(msgspec.structs.replace(started, holds=dict(self.holds), adapters=dict(self.adapters)))
         self._tick()
 
     # --- in ------------------------------------------------------------------------------------------------------------
@@ -192,6 +206,13 @@ class SimCoordinator:
             elif type(effect) is ef.KeepHolds:
                 self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
                 self.world.at(self._last_write, self._keep, effect)
+            elif type(effect) is ef.StoreAdapter:
+                error = "no space left on device" if self.disk_full and self.world.chance(self.disk_full) else ""
+                stored = AdapterStored(0.0, effect.change, f"/state/{effect.adapter.engine_name}", error)
+                self.world.after(self.world.between(0.0005, 0.05), self._tell_later, stored)
+            elif type(effect) is ef.WriteAdapters:
+                self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
+                self.world.at(self._last_write, self._write_adapters, effect)
             elif type(effect) is ef.RaiseEpoch:
                 self.world.note("coordinator", effect)
                 self.world.after(self.world.between(0.001, 0.02), self.raise_epoch, effect.epoch)
@@ -276,6 +297,25 @@ class SimCoordinator:
             self.world.after(0.1, self._written, effect, error)
         else:
             self.handle(ev.JournalWritten(self.world.now, effect.update, error))
+
+    def _write_adapters(self, effect: ef.WriteAdapters) -> None:
+        """As `_write`."""
+        if not self.alive:
+            return
+        error = "no space left on device" if self.disk_full and self.world.chance(self.disk_full) else ""
+        if not error:
+            self.world.note("coordinator", effect)
+            self.adapters[effect.group] = list(effect.adapters)
+            self.watch.oracle.adapters.committed(self.world.now, effect.group, list(effect.adapters))
+        self.world.after(self.world.between(0.0, 0.01), self._tell_later, AdaptersWritten(0.0, effect.change, error))
+
+    def _tell_later(self, event: ev.Event) -> None:
+        """A thread has done something."""
+        if self.alive and self.stalled:
+            self.world.after(0.1, self._tell_later, event)
+        elif self.alive:
+            event.now = self.world.now
+            self.handle(event)
 
     def _given_up(self, name: str, reason: str) -> None:
         """Where messages and forwards are quick, no healthy worker is given up for being silent or slow."""

@@ -9,7 +9,8 @@ from typing import Protocol
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize, Tokenized
-from enginepool.protocol.messages.control import Commanded, MemoryTag
+from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
+from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.packing import sequences
 from enginepool.workers.codec import failed
 from enginepool.workers.engine_weights import LOST_WEIGHTS
@@ -24,6 +25,7 @@ from enginepool.workers.events import (
     WorkDone,
     WorkerEvent,
 )
+from tests.sim.adapting import digest_of
 from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
 from tests.sim.sim_generator import SimGeneration, SimGenerator
@@ -62,6 +64,8 @@ class Profile:
         self.step_s = 0.01
         #: weights that sleep are gone
         self.sleep_loses_weights = False
+        #: what a change of adapters takes at most, and how often a load fails
+        self.adapter_s, self.adapter_fails = 0.1, 0.0
 
     @property
     def seconds_in_flight(self) -> float:
@@ -106,9 +110,12 @@ class SimEngine:
         #: by the number of commands that came before, then by priority, then by arrival
         self._waiting: list[tuple[int, int, int, Task]] = []
         #: commands that have not run, and how many came
-        self._commands: deque[RunCommand] = deque()
+        self._commands: deque[Command] = deque()
         self._commanded = 0
         self._order = 0
+        #: the adapters that it has loaded, and changes of them that it has not made
+        self.adapters = set[str]()
+        self._changes: deque[ChangeAdapter] = deque()
         self._busy = False
         #: released parts of its memory
         self.asleep: set[MemoryTag] = set()
@@ -276,28 +283,33 @@ class SimEngine:
         """Run a command when the batches that came before it are done."""
         if self.dead:
             return
-        self._commands.append(run)
+        if isinstance(run.command, ChangeAdapter):
+            self._changes.append(run.command)
+            if len(self._changes) == 1:
+                self._next_change()
+            return
+        self._commands.append(run.command)
         self._commanded += 1
         if run.command.command in ("sleep", "wake"):
-            self.world.after(MEMORY_S, self._must_be_done, run)
+            self.world.after(MEMORY_S, self._must_be_done, run.command)
         if not self._busy:
             self._next()
 
-    def _must_be_done(self, run: RunCommand) -> None:
-        if self.hangs and run in self._commands:
+    def _must_be_done(self, command: Command) -> None:
+        if self.hangs and command in self._commands:
             self.crash("the engine hangs: it did not release or take back memory in time")
 
     def _run_command(self) -> None:
         if self.dead or self.hangs:
             return
-        command = self._commands[0].command
+        command = self._commands[0]
         if command.command in ("sleep", "pause") and self.generator.leaving:
             self.world.after(self.profile.step_s, self._run_command)
             return
         self._commands.popleft()
         if command.command == "pause" and self.generator.wanted:
             # A caller let the group go on before the engine was empty.
-            later = any(run.command.command == "resume" for run in self._commands)
+            later = any(one.command == "resume" for one in self._commands)
             assert later, f"{self.host.name}: {command} while it generates"
             answer = Commanded(command.task, "engine_error", "generations run, and an engine can pause only while nothing runs")
             self.host.post(CommandDone(self.world.now, answer))
@@ -318,6 +330,35 @@ class SimEngine:
         asleep = None if self.asleep == before else sorted(self.asleep)
         self.host.post(CommandDone(self.world.now, Commanded(command.task), asleep, lost))
         self._next()
+
+    # --- adapters ------------------------------------------------------------------------------------------------------
+
+    def _next_change(self) -> None:
+        self.world.after(self.slow * self.world.between(0.001, self.profile.adapter_s), self._changed)
+
+    def _changed(self) -> None:
+        """The engine has loaded an adapter, or unloaded one, which no sequence uses, or refuses to load it."""
+        if self.dead or self.hangs:
+            return
+        message, refused = self._changes.popleft(), False
+        name = message.name
+        if message.action == "load" and name not in self.adapters and self.world.chance(self.profile.adapter_fails):
+            self.oracle.adapters.refused += 1
+            if self.world.chance(0.3):
+                self.crash(self.by_chance("the engine crashed while it loaded an adapter"))
+                return
+            refused = True
+        elif message.action == "load":
+            self.adapters.add(name)
+        else:
+            assert not self.generator.uses(name), f"{self.host.name}: {name} is unloaded while it is used"
+            self.adapters.discard(name)
+        answer = AdapterChanged(message.task, message.digest or digest_of(message.path))
+        if refused:
+            answer = AdapterChanged(message.task, code="engine_error", message="refused")
+        self.host.post(CommandDone(self.world.now, answer, adapters=tuple(sorted(self.adapters))))
+        if self._changes:
+            self._next_change()
 
     # --- text ----------------------------------------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ class SimGenerator:
             return
         who = f"{engine.host.name}: generation {message.task}"
         can = engine.profile.can
+        assert not message.adapter or message.adapter in {*can.adapters, *engine.adapters}, f"{who}: no {message.adapter}"
         assert "generate" in can.operations and not run.unreadable, f"{who}: {run.unreadable}"
         assert message.task not in self._seen, f"{who} runs twice"
         engine.must_be_awake(who)
@@ -138,6 +139,10 @@ class SimGenerator:
     def leaving(self) -> bool:
         """A task that was cancelled is still inside."""
         return any(task.stopped for task in self._running.values())
+
+    def uses(self, adapter: str) -> bool:
+        """Whether a task that is still wanted uses this adapter."""
+        return any(task.adapter == adapter and not task.stopped for task in self._running.values())
 
     def cancel(self, tasks: Sequence[TaskId]) -> None:
         """The worker does not want these any more: each leaves with the step that runs."""

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import GroupWeights
+from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.messages.control import CommandName
 from enginepool.protocol.messages.weights import Phase, Published, Restore
+from tests.sim.adapting import LATER, first_versions
 from tests.sim.cluster import Cluster
 from tests.sim.commands import SimCommand
 from tests.sim.conversations import Conversations, short_blocks
@@ -61,6 +62,8 @@ class Outcome(NamedTuple):
     commands: dict[str, int]
     #: what happened to sequences that were generated, by kind
     streams: dict[str, int]
+    #: outcomes of changes of adapters, by code
+    changes: dict[str, int]
 
 
 class Simulation:
@@ -77,6 +80,10 @@ class Simulation:
         self.holds: dict[str, GroupHolds] = {}
         for name, version in plan.versions.items():
             self.oracle.weights[name] = [Weights(version, version, True)]
+        self.adapters: dict[str, list[AdapterVersion]] = {}
+        for name in {change.group for change in plan.changes}:
+            self.adapters[name] = first_versions()
+            self.oracle.adapters.committed(0.0, name, self.adapters[name])
         self.network = Network(world, plan.conditions)
         profiles = {name: Profile(world, can, plan.versions[name]) for name, can in plan.capabilities.items()}
         timing = plan.config.timing
@@ -101,6 +108,7 @@ class Simulation:
             profile.only_at_start = plan.only_at_start
             profile.step_s = plan.step_s
             profile.sleep_loses_weights = plan.sleep_loses_weights
+            profile.adapter_s, profile.adapter_fails = plan.adapter_s, plan.adapter_fails
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
@@ -159,7 +167,7 @@ class Simulation:
         self.events += self.coordinator.watch.events
         self.epoch += FIRST_EPOCH
         self.coordinator = self.new_coordinator()
-        self.coordinator.start(self.epoch, self.journal, self.holds)
+        self.coordinator.start(self.epoch, self.journal, self.holds, self.adapters)
 
     def _phase(self, message: Message) -> None:
         """A publisher is told where its transaction stands: some faults wait for just that."""
@@ -178,7 +186,7 @@ class Simulation:
 
     def run(self) -> Outcome:
         world, plan = self.world, self.plan
-        world.at(world.between(0, 1), self.coordinator.start, self.epoch, self.journal, self.holds)
+        world.at(world.between(0, 1), self.coordinator.start, self.epoch, self.journal, self.holds, self.adapters)
         for client in self.clients:
             world.at(world.between(0, 1), client.start)
         for name, count in plan.external.items():
@@ -213,7 +221,15 @@ class Simulation:
         halvings = sum(group.halvings for group in self.coordinator.machine.core.groups.values())
         oracle = self.oracle
         return Outcome(
-            world.digest, events, world.now, oracle.counts, oracle.updates, halvings, oracle.commands.counts, oracle.streams
+            world.digest,
+            events,
+            world.now,
+            oracle.counts,
+            oracle.updates,
+            halvings,
+            oracle.commands.counts,
+            oracle.streams,
+            oracle.adapters.counts,
         )
 
     def _place_calls(self) -> None:
@@ -233,6 +249,8 @@ class Simulation:
                 embed_instead(Random(uid), call, plan.capabilities[name], plan.embed)
             if plan.generate is not None:
                 generate_instead(Random(uid), call, plan.capabilities[name], plan.generate)
+            if plan.changes and call.generating is not None and uid % 4:
+                call.generating.request.adapter = LATER[uid % len(LATER)]
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
             if plan.offers:
@@ -247,13 +265,16 @@ class Simulation:
         for command in self.plan.commands:
             self.oracle.commands.open.append(command)
             self.world.at(command.at, self.clients[command.client].command, command)
+        for change in self.plan.changes:
+            self.oracle.adapters.open.append(change)
+            self.world.at(change.at, self.clients[change.client].change, change)
 
     def settle(self) -> None:
         """Every call, and every command, has its answer."""
         world = self.world
         end, left = world.now + PATIENCE_S, self._open()
         while left:
-            some = [*self.oracle.open.values(), *self.oracle.commands.open][:5]
+            some = [*self.oracle.open.values(), *self.oracle.commands.open, *self.oracle.adapters.open][:5]
             assert world.now < end, f"no answer for {PATIENCE_S:g} s: {left} calls, {some}"
             world.run_until(world.now + 1.0)
             if self._open() < left:
@@ -282,8 +303,8 @@ class Simulation:
                     break
 
     def _open(self) -> int:
-        """How many calls and commands have no answer."""
-        return len(self.oracle.open) + len(self.oracle.commands.open)
+        """How many calls, commands and changes of adapters have no answer."""
+        return len(self.oracle.open) + len(self.oracle.commands.open) + len(self.oracle.adapters.open)
 
     def _publish_again(self) -> None:
         """Each update has ended, with any outcome, and one more succeeds."""
@@ -342,6 +363,10 @@ class Simulation:
             if worker.stage == "ready" and not worker.engine.hangs:
                 assert not worker.machine.work.owed and not worker.machine.work.leaving, worker.machine
                 assert not worker.engine.inside, worker.engine.inside
+                wanted = {one.engine_name for one in self.adapters.get(worker.group, ())}
+                known = self.coordinator.machine.core.groups[worker.group].workers.get(worker.registers_as)
+                has = worker.engine.adapters
+                assert has == wanted or (known is not None and known.missing_weights), f"{worker.name} has {has}, not {wanted}"
         for client in self.clients:
             assert client.gone or not client.session.calls.by_id, client.session.describe()
 
@@ -401,6 +426,7 @@ def simulate(
     generating: bool = False,
     talking: bool = False,
     sleeping: bool = False,
+    adapting: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -410,7 +436,8 @@ def simulate(
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
     with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
     with `generating`, plain workers generate as well, and most calls ask for that; with `talking` too, callers go on after
-    what was generated; with `sleeping`, callers put engines to sleep and wake them.
+    what was generated; with `sleeping`, callers put engines to sleep and wake them; with `generating` and `adapting`,
+    adapters are loaded, replaced and unloaded.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -419,12 +446,15 @@ def simulate(
         "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
         "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
         "commanding": commanding, "generating": generating, "talking": talking, "sleeping": sleeping,
+        "adapting": adapting,
     }  # fmt: skip
     world = World(seed, say)
     # Each option draws from a source of its own, so that a seed means the same with and without the others.
     sources = [Random(seed + place) if on else None for place, on in enumerate(options.values())]
-    *sources, talks, sleeps = sources
+    *sources, talks, sleeps, adapts = sources
     plan = Plan(world.random, workers, *sources, sleeping=sleeps)
+    if adapts is not None:
+        plan.adapt(adapts)
     simulation = Simulation(world, plan)
     if talks is not None:
         simulation.talk(talks)

@@ -348,7 +348,7 @@ def test_a_planted_bug_in_updates_that_keep_generations_is_found(mutate: Mutate,
 
 
 def prefixes_are_known_by_their_prompts_alone(patch: pytest.MonkeyPatch) -> None:
-    def remember(request: Any, place: int, worker: Worker, remembered: int) -> int:
+    def remember(batch: Any, request: Any, place: int, remembered: int) -> int:
         return remembered
 
     patch.setattr(generations, "remember", remember)

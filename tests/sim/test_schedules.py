@@ -140,6 +140,20 @@ def test_the_turns_of_conversations_are_right_and_go_where_their_history_is() ->
     assert seen["next turn"] > SEEDS and seen["found its history"] > 2 * SEEDS, seen
 
 
+@pytest.mark.parametrize("chunk", range(2))
+def test_adapters_are_changed_in_all_workers_or_in_none_and_answers_name_the_version_of_each_token(chunk: int) -> None:
+    seen: Counter[str] = Counter()
+    changed: Counter[str] = Counter()
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        updates, external = seed % 2 == 0, seed % 3 == 0
+        outcome = simulate(seed, 1 + seed % 8, generating=True, adapting=True, updates=updates, external=external)
+        seen.update(outcome.streams)
+        changed.update(outcome.changes)
+    assert changed[""] > 2 * SEEDS, changed
+    assert min(changed[code] for code in ("busy", "update_aborted", "engine_error", "deadline_exceeded")) > 0, changed
+    assert seen["adapter not loaded"] and seen["several versions of an adapter"], seen
+
+
 @pytest.mark.parametrize("chunk", range(3))
 def test_a_command_has_one_final_answer_with_one_outcome_for_each_worker(chunk: int) -> None:
     seen: Counter[str] = Counter()

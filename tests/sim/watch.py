@@ -297,10 +297,11 @@ class Watch:
 
     @property
     def busy(self) -> bool:
-        """A call waits, or a worker still runs work that no call waits for."""
+        """A call waits, or a worker still runs work that no call waits for, or changes its adapters."""
         core = self.machine.core
         workers = [worker for group in core.groups.values() for worker in group.workers.values()]
-        return any(client.live for client in core.clients.values()) or any(w.batches or w.texts for w in workers)
+        adapting = any(w.adapters.task is not None for w in workers) or bool(self.machine.adapters.changes.open)
+        return adapting or any(client.live for client in core.clients.values()) or any(w.batches or w.texts for w in workers)
 
     def quiet(self) -> None:
         """Nothing is left to do, and nothing is left over."""
