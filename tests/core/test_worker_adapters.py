@@ -8,9 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.coordinator.core.effects import StoreAdapter
+from enginepool.coordinator.core.adapter_events import AdapterStored, AdaptersWritten
+from enginepool.coordinator.core.effects import StoreAdapter, WriteAdapters
+from enginepool.coordinator.core.events import Event
 from enginepool.coordinator.core.group_weights import AdapterVersion
 from enginepool.coordinator.shell.adapter_store import AdapterStore
+from enginepool.coordinator.shell.journal import Journal
+from enginepool.coordinator.shell.journal_writer import JournalWriter
 from enginepool.protocol.adapters import adapter_digest
 from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
 from enginepool.workers.adapter_state import AdapterState
@@ -108,3 +112,28 @@ def test_the_store_keeps_what_is_committed_for_this_user_alone(tmp_path: Path) -
     assert [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "adapters").glob("*/*")] == ["adapters/g/kept@1"]
     store.remove(store.folder("g", kept))
     store.remove(store.folder("g", kept))
+
+
+def test_what_is_stored_at_once_after_a_commit_stays(tmp_path: Path) -> None:
+    """The coordinator reads its sockets again before it returns from an event: the next adapter may be among it."""
+    config, data = str(CONFIG).encode(), b"tensors"
+    one, other = (AdapterVersion(name, 1, adapter_digest(config, data), "", 9) for name in ("one", "other"))
+
+    async def story() -> None:
+        journal, seen = Journal(tmp_path), list[Event]()
+
+        def tell(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, AdaptersWritten):
+                writer.perform(StoreAdapter((7, 2), "g", other, config, data))
+
+        writer = JournalWriter(asyncio.get_running_loop(), journal, tell, lambda line: None, lambda: None)
+        writer.perform(StoreAdapter((7, 1), "g", one, config, data))
+        writer.perform(WriteAdapters((7, 1), "g", [one]))
+        while sum(isinstance(event, AdapterStored) for event in seen) < 2:
+            await asyncio.sleep(0.001)
+        writer.close()
+        journal.close()
+
+    asyncio.run(story())
+    assert {path.name for path in (tmp_path / "adapters").glob("*/*")} == {"one@1", "other@1"}

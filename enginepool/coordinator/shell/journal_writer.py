@@ -142,9 +142,10 @@ class JournalWriter:
         self._journal.write(msgspec.structs.replace(record, adapters=adapters))
 
     def _adapters_written(self, effect: ef.WriteAdapters, why: str) -> None:
-        self._tell(AdaptersWritten(monotonic(), effect.change, why))
-        # Of each group one adapter changes at a time, so nothing else of this one is stored and not committed.
+        # Of each group one adapter changes at a time, so nothing else of this one is stored and not committed. Before the
+        # event: what it lets in may be stored at once.
         self._submit(ADAPTERS, lambda: self._adapters.keep_only(self._journal.record.adapters, effect.group))
+        self._tell(AdaptersWritten(monotonic(), effect.change, why))
 
     def clean_adapters(self) -> None:
         """Remove what is stored of adapters that are not committed: called before any is about to be."""
