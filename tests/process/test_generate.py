@@ -102,11 +102,19 @@ class Streams:
         return results
 
 
+async def all_ready(pool: Pool, daemon: Daemon) -> None:
+    """Wait for all workers of the group that a pool has."""
+    [group] = daemon.config.groups.values()
+    async with asyncio.timeout(PATIENCE_S):
+        while [worker.stage for worker in (await pool.status()).groups[0].workers] != ["ready"] * group.workers:
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def streaming(daemon: Daemon, count: int = STREAMS, **options: Any) -> AsyncGenerator[tuple[Pool, Streams]]:
-    """A ready pool, and its clients once a quarter of their tokens are there."""
+    """A pool whose workers are all ready, and its clients once a quarter of their tokens are there."""
     async with Pool.connect(daemon.address) as pool:
-        await pool.ready(PATIENCE_S)
+        await all_ready(pool, daemon)
         streams = Streams(pool, count, options)
         try:
             await streams.until(count * streams.n * streams.options["max_new_tokens"] // 4)

@@ -15,7 +15,7 @@ from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
-from tests.process.test_generate import VOCAB, generating, prompt, run, streaming, workers_of
+from tests.process.test_generate import VOCAB, all_ready, generating, prompt, run, streaming, workers_of
 from tests.process.weights import some_weights
 
 #: each way in which generations may run when engines load
@@ -93,7 +93,7 @@ async def struck(daemon: Daemon, mode: str, strike: Any, before: int = 1) -> tup
             digests[new] = outcome.digest
         except errors.UpdateAborted as error:
             outcome = str(error)
-        await pool.ready(PATIENCE_S)
+        await all_ready(pool, daemon)
         digests[new + 1] = (await publisher.publish(some_weights(new + 1), new + 1, **MODES[mode])).digest
         return outcome, await streams.check(digests)
 

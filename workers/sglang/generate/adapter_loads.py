@@ -28,7 +28,8 @@ class AdapterLoads:
 
     async def load(self, name: str, path: str) -> None:
         """Raises EngineError: SGLang refused it, and has nothing of it."""
-        loaded = self._tm.lora_registry.get_all_adapters()
+        known = self._tm.lora_registry
+        loaded = known.get_all_adapters()
         if self._most is not None and len(loaded) >= self._most:
             # SGLang would unload another one, which requests may name.
             raise EngineError(f"max_loaded_loras = {self._most}, and as many are loaded: {', '.join(sorted(loaded))}")
