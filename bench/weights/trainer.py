@@ -22,6 +22,7 @@ from bench.score.load import own_voice
 from bench.weights.obeying import obey_awaited
 from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import BUCKET_S, broadcast
+from bench.weights.training_step import card_memory, train
 from enginepool import Pool, WeightPublisher
 from enginepool.errors import UpdateAborted
 from enginepool.protocol.manifest import Tensor
@@ -107,6 +108,8 @@ class Trainer:
         self._buffers: Buffers | None = None
         self._pool: Pool | None = None
         self._publishers: dict[int, WeightPublisher] = {}
+        self._folder = Path(model)
+        self._recomputed: Any = None
 
     # --- groups of its own ----------------------------------------------------------------------------------------------
 
@@ -229,11 +232,14 @@ class Trainer:
         [group] = (await self._pool.status()).groups
         return any(worker.pid == process and worker.stage == "ready" for worker in group.workers)
 
-    async def do_publish(self, version: int, which: str, transfer: str, bucket_bytes: int) -> dict[str, object]:
+    async def do_publish(
+        self, version: int, which: str, transfer: str, bucket_bytes: int, in_flight: str = "drain"
+    ) -> dict[str, object]:
         """One update from beginning to end. Moments are of `time.monotonic`, which all processes of a host share."""
         began = time.monotonic()
         publisher = self._publisher(bucket_bytes)
-        handle = await publisher.start(self._weights[which], version, transfer=transfer)  # pyright: ignore[reportArgumentType]
+        options: dict[str, Any] = {"transfer": transfer, "in_flight": in_flight}
+        handle = await publisher.start(self._weights[which], version, **options)
         # In direct transfer the bytes wait for the hold.
         finished = asyncio.create_task(handle.finish()) if transfer == "direct" else None
         while handle.phase in ("open", "join"):  # noqa: ASYNC110 (a handle says where it is when it is asked)
@@ -244,6 +250,24 @@ class Trainer:
         record = await (handle.finish() if finished is None else finished)
         ended = time.monotonic()
         return {"record": msgspec.to_builtins(record), "began": began, "flowing": flowing, "ended": ended}
+
+    async def do_recompute(
+        self, prompt: list[int], tokens: list[int], spans: list[tuple[str, int]], kept: bool
+    ) -> dict[str, object]:
+        """Log-probabilities of tokens that an engine generated, by the weights that computed them, and by the other ones."""
+        if self._recomputed is None:
+            module = importlib.import_module("bench.in_flight.recompute")
+            self._recomputed = await asyncio.to_thread(module.Recomputed, self._folder, self._weights)
+        named, other = await asyncio.to_thread(self._recomputed.named_and_other, prompt, tokens, spans, kept)
+        return {"named": named.tolist(), "other": other.tolist()}
+
+    async def do_train(self, share: float) -> dict[str, object]:
+        """A training step in this share of the memory that is free."""
+        return {**await asyncio.to_thread(train, self._device, share)}
+
+    async def do_used(self) -> dict[str, object]:
+        """MiB of the card that are used by all processes, and that are free."""
+        return {**card_memory(self._device)}
 
     async def do_close(self) -> dict[str, object]:
         """Leave the pool."""

@@ -1,0 +1,1 @@
+"""Parts of `bench.in_flight_gpu`."""
