@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from bench.generate.pools import add_model_options, pool_of
@@ -31,6 +32,7 @@ from bench.processes import Child
 from bench.score.callers import START_S
 from bench.score.contestants import watch
 from bench.score.model import vocabulary
+from bench.score.pivot import show_wide
 from bench.score_gpu import machine, model_for, say
 from bench.table import Row, Target, parser, show, write
 from bench.weights_gpu import NCCL
@@ -126,7 +128,8 @@ def rows_of(phase: Phase) -> list[Row]:
         rows += [_row(mode, f"phase {name}", "ms", values)] if values else []
     rows.append(_row(mode, "without an update: tokens/s", "tokens/s", [rate]))
     busy = tokens_per_s(arrivals, during)
-    rows.append(Row(f"{mode}: from the first update to the last: tokens/s", mode, busy, "tokens/s", busy / rate))
+    rows.append(_row(mode, "from the first update to the last: tokens/s", "tokens/s", [busy]))
+    rows.append(_row(mode, "the same, of that without an update", "", [busy / rate]))
     done = phase.streams.finished
     rows.append(_row(mode, "answers", "answers", [len(done)]))
     rows.append(_row(mode, "answers that failed", "answers", [len(phase.streams.failures)]))
@@ -267,7 +270,11 @@ def main() -> None:
     scale = scale_of(chosen)
     how = f"{scale.streams} streams of {scale.prompt} in / {scale.tokens} out, {transfer}"
     bounds = [target for mode in str(chosen.modes).split(",") for target in targets(mode)]
-    show(f"weights in flight; {machine(chosen.device)}; {how}; tolerance {scale.tolerance:g}; median", rows, bounds)
+    title = f"weights in flight; {machine(chosen.device)}; {how}; tolerance {scale.tolerance:g}; median (lowest to highest)"
+    without = [msgspec.structs.replace(row, what=row.what.removeprefix(f"{row.who}: ")) for row in rows]
+    show_wide(title, without, rows[0].who)
+    aimed = {target.what for target in bounds}
+    show("where there is a target", [row for row in rows if row.what in aimed], bounds)
 
 
 if __name__ == "__main__":
