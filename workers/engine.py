@@ -237,9 +237,13 @@ class Engine(Protocol):
         """Raise EngineError, with the reason in one line, where this engine cannot be paused so."""
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, confirmed: bool = True) -> None:
         """Stop between two steps. Once this returns, all tokens that were computed have gone to `emit`, and nothing is computed
         until `resume`, across any number of `load_weights`.
+
+        `confirmed=False`: it may return sooner. What the engine is asked next begins when it has stopped, and is answered
+        after all tokens that were computed have gone to `emit`: a load, for which the engine stands still, waits for no answer
+        before it.
 
         Prompts that are given meanwhile wait. A `generate` that is cancelled meanwhile may end only with the first step after
         `resume`; where its sequences wait, at once. A paused engine may be paused again: `retract` after `in_place` frees the

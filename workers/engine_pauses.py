@@ -13,12 +13,12 @@ class EnginePauses:
         self._modes: dict[str, PauseMode] = {}
         self._turn = asyncio.Lock()
 
-    async def pause(self, who: str, mode: PauseMode) -> None:
+    async def pause(self, who: str, mode: PauseMode, *, confirmed: bool = True) -> None:
         """As `Engine.pause`, until `resume` of the same name. `retract` after `in_place` retracts what is paused."""
         async with self._turn:
             self._engine.check_pause(mode)
             if not self._modes or (mode == "retract" and mode not in self._modes.values()):
-                await self._engine.pause(mode)
+                await self._engine.pause(mode, confirmed=confirmed)
             self._modes[who] = mode
 
     async def resume(self, who: str) -> None:

@@ -309,10 +309,10 @@ class _Host:
             while not all(count >= one for count, one in zip(counts(), least, strict=True)):
                 moved.clear()
                 await moved.wait()
-            await self._engine.pause(mode)
-            pauses.append(counts())
+            await self._engine.pause(mode, confirmed=load is None)
             if load is not None:
                 await self._engine.weights.load_weights(*load)
+            pauses.append(counts())
             for _ in range(3):
                 await self._engine.weights.confirm()
             assert counts() == pauses[-1], "tokens in a pause"

@@ -253,7 +253,7 @@ class SimEngine:
         if self._generator is None:
             raise EngineError(f"pause {mode}: this engine runs {', '.join(self._capabilities.operations)}")
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, confirmed: bool = True) -> None:
         """Stop after the running step. Raises EngineError: it does not generate."""
         self._must_live()
         self.check_pause(mode)

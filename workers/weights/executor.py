@@ -280,7 +280,9 @@ class WeightExecutor:
                 path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
             if running is not None:
-                await self._pauses.pause(PAUSED_FOR, running)
+                # A load that asks the engine is answered after the tokens of the old weights.
+                asks = bool(weights.regions or weights.checkpoint or weights.group)
+                await self._pauses.pause(PAUSED_FOR, running, confirmed=not asks)
             times = await self._engine.weights.load_weights(weights, message.version, digest, running)
         except (CheckpointError, EngineError) as error:
             await self._pauses.resume(PAUSED_FOR)

@@ -257,11 +257,12 @@ class SglangEngine:
         """Raise EngineError where it cannot be paused so."""
         pausing_of(self._generation).check(mode)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop between two steps; all that SGLang computed before has gone to `emit`. Raises EngineError, EngineDied."""
+    async def pause(self, mode: PauseMode, *, confirmed: bool = True) -> None:
+        """Stop between two steps, as `Engine.pause` says. Raises EngineError, EngineDied."""
         await self._end.unless_over(pausing_of(self._generation).pause(mode))
-        # The schedulers answer in order: what they sent before has been read.
-        await self.weights.confirm()
+        if confirmed:
+            # The schedulers answer in order: what they sent before has been read.
+            await self.weights.confirm()
 
     async def resume(self) -> None:
         """Go on; nothing where it is not paused."""
