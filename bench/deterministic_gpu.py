@@ -28,12 +28,13 @@ from bench.table import Row, parser, show, write
 from enginepool import Pool
 
 DEFAULT = "the pool as it is"
-#: name -> the options of its engine
-DETERMINISTIC: dict[str, dict[str, Any]] = {
-    "deterministic": {"enable_deterministic_inference": True},
-    "deterministic, no CUDA graphs": {
+#: by its name on the command line: what a pool is called, and the options of its engine
+POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": (DEFAULT, {}),
+    "deterministic": ("deterministic", {"enable_deterministic_inference": True}),
+    "no-graphs": ("deterministic, no CUDA graphs", {
         "enable_deterministic_inference": True, "disable_cuda_graph": True, "disable_prefill_cuda_graph": True,
-    },
+    }),
 }  # fmt: skip
 LABELS = [100, 200]
 #: Tokens of a prompt and of a response of which the bits are compared. A row alone is a small batch: other kernels compute it
@@ -60,11 +61,11 @@ class Plan(NamedTuple):
     response: int
 
 
-def plan(device: str, quick: bool) -> Plan:
+def plan(device: str, quick: bool, seconds: float = 20.0, repetitions: int = 3) -> Plan:
     """What is measured on this device. A CPU is there to see that everything works."""
     if device == "cpu":
-        return Plan(1.0 if quick else 10.0, 1 if quick else 3, 4, 4, (3, 20), 12, 18, 10, 12)
-    return Plan(2.0 if quick else 20.0, 1 if quick else 3, 64, 16, (1, 7, 40), 120, 180, 256, 256)
+        return Plan(1.0 if quick else seconds / 2, 1 if quick else repetitions, 4, 4, (3, 20), 12, 18, 10, 12)
+    return Plan(2.0 if quick else seconds, 1 if quick else repetitions, 64, 16, (1, 7, 40), 120, 180, 256, 256)
 
 
 class Requests:
@@ -141,7 +142,8 @@ async def differing(pool: Pool, plan: Plan, requests: Requests) -> dict[str, tup
 
 async def measure(who: str, options: dict[str, Any], chosen: argparse.Namespace, model: Path) -> list[Row]:
     """The rows of one pool."""
-    shape, requests = plan(chosen.device, chosen.quick), Requests(plan(chosen.device, chosen.quick), vocabulary(model))
+    shape = plan(chosen.device, chosen.quick, chosen.seconds, chosen.repetitions)
+    requests = Requests(shape, vocabulary(model))
     if chosen.device == "cuda" and chosen.attention_backend:
         options = {"attention_backend": chosen.attention_backend, **options}
     rows: list[Row] = []
@@ -190,11 +192,14 @@ def main() -> None:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--model", type=Path, metavar="DIR", help="a causal model (default: one of random weights)")
     options.add_argument("--attention-backend", default="flashinfer", help="of all engines; '': what SGLang chooses")
+    options.add_argument("--seconds", type=float, default=20.0, help="length of a phase (default: 20)")
+    options.add_argument("--repetitions", type=int, default=3, help="how often each phase is measured (default: 3)")
+    options.add_argument("--only", default=",".join(POOLS), help=f"pools (default: {','.join(POOLS)})")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="deterministic-") as scratch:
         model = model_for("causal", chosen.device, chosen.model, Path(scratch))
         rows: list[Row] = []
-        for who, engine in ({DEFAULT: {}} | (DETERMINISTIC if chosen.device == "cuda" else {})).items():
+        for who, engine in (POOLS[name] for name in (str(chosen.only).split(",") if chosen.device == "cuda" else ["default"])):
             say(who)
             rows += asyncio.run(measure(who, engine, chosen, model))
             if chosen.json:

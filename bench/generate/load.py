@@ -1,4 +1,4 @@
-"""One load: streams from a pool, through its Python client, or from SGLang's HTTP server.
+"""One load: streams and scores from a pool, through its Python client, or streams from SGLang's HTTP server.
 
 python -m bench.generate.load {pool,http} ADDRESS
 """
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import uvloop
 
-from bench.generate.streams import serve
+from bench.generate.streams import LABELS, serve
 from bench.score.callers import START_S, HttpCaller
 from bench.score.load import own_voice
 from enginepool import Pool
@@ -32,7 +32,10 @@ async def from_pool(address: str) -> None:
         async for chunk in pool.stream(prompt, max_new_tokens=tokens, temperature=0.0, ignore_eos=True):
             yield len(chunk.token_ids)
 
-    await serve(stream, own_voice(), {"contestant": "pool"})
+    async def score(query: list[int], items: list[list[int]]) -> object:
+        return await pool.score(query, items, label_token_ids=LABELS)
+
+    await serve(stream, score, own_voice(), {"contestant": "pool"})
     await pool.close()
 
 
@@ -55,7 +58,7 @@ async def from_http(address: str) -> None:
                         yield now - got
                         got = now
 
-    await serve(stream, voice, {"contestant": "http"})
+    await serve(stream, None, voice, {"contestant": "http"})
     await session.close()
 
 

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -50,8 +51,11 @@ class EngineCaller:
         self._engine.shutdown()
 
 
-def start_engine(wanted: EngineSettings) -> tuple[Any, dict[str, Any]]:
-    """The engine and its settings. On a CPU its processes need the same bridge as those of a worker."""
+def start_engine(wanted: EngineSettings, enter: Callable[..., Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    """The engine and its settings. On a CPU its processes need the same bridge as those of a worker.
+
+    enter: entry of the scheduler's process, which runs its first argument with the others.
+    """
     if wanted.device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -66,6 +70,9 @@ def start_engine(wanted: EngineSettings) -> tuple[Any, dict[str, Any]]:
         entries = ("run_scheduler_process_func", "run_detokenizer_process_func")
         bridged = {name: staticmethod(partial(run_detokenizer, getattr(engine, name))) for name in entries}
         engine = type("BridgedEngine", (engine,), bridged)
+    if enter is not None:
+        entry = partial(enter, engine.run_scheduler_process_func)
+        engine = type("RepairedEngine", (engine,), {"run_scheduler_process_func": staticmethod(entry)})
     return engine(**kwargs), kwargs
 
 

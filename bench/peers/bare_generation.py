@@ -1,6 +1,9 @@
-"""The engine in the process that asks it, with the settings of a pool's worker: `sglang.Engine.async_generate`.
+"""The engine in the process that asks it, with the settings of a pool's worker: `sglang.Engine.async_generate`, and
+`async_score` next to it.
 
-python -m bench.peers.bare_generation '{"model": ..., "device": ..., "options": {...}}'
+    python -m bench.peers.bare_generation '{"model": ..., "device": ..., "options": {...}}' [repaired]
+
+An engine of SGLang 0.5.17 ends when it is given both; a repaired one has the correction of 0.5.23.
 """
 
 import asyncio
@@ -11,8 +14,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bench.generate.streams import serve
+from bench.generate.streams import LABELS, serve
 from bench.peers.bare_engine import start_engine
+from bench.peers.repaired_scores import run_repaired
 from bench.score.load import own_voice
 from enginepool.workers.engine_settings import EngineSettings
 
@@ -20,7 +24,8 @@ from enginepool.workers.engine_settings import EngineSettings
 async def main() -> None:
     """Start the engine, then run the phases on stdin."""
     voice = own_voice()
-    engine, kwargs = start_engine(msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings))
+    wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings)
+    engine, kwargs = start_engine(wanted, run_repaired if "repaired" in sys.argv[2:] else None)
     await engine.tokenizer_manager.freeze_gc()
 
     async def stream(prompt: list[int], tokens: int) -> AsyncIterator[int]:
@@ -32,7 +37,10 @@ async def main() -> None:
                 yield now - got
                 got = now
 
-    await serve(stream, voice, {name: repr(value) for name, value in kwargs.items()})
+    async def score(query: list[int], items: list[list[int]]) -> object:
+        return await engine.async_score(query, items, label_token_ids=LABELS)
+
+    await serve(stream, score, voice, {name: repr(value) for name, value in kwargs.items()})
     await asyncio.sleep(0)
     engine.shutdown()
 
