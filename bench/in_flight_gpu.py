@@ -203,7 +203,7 @@ def scale_of(chosen: argparse.Namespace) -> Scale:
     if chosen.device == "cpu":
         return Scale(6, 12, 160, 2, 0.3, 1.0, 3, 1e-3)
     updates = 3 if chosen.quick else chosen.updates
-    return Scale(chosen.streams, chosen.prompt, chosen.tokens, updates, 0.3, 3.0, 8, 0.2)
+    return Scale(chosen.streams, chosen.prompt, chosen.tokens, updates, 0.3, 3.0, 8, 0.5)
 
 
 def start_trainer(model: Path, device: str, gpus: list[str], scratch: Path, stack: ExitStack) -> Child:

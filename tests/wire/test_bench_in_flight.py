@@ -77,7 +77,7 @@ class Trainer:
 
 def test_a_cycle_ends_with_an_engine_that_generates_by_the_weights_published() -> None:
     async def scenario() -> Cycle:
-        options = {"end_every": 0, "tensors": TENSORS}
+        options = {"end_every": 0, "tensors": TENSORS, "sleep_loses_weights": True}
         async with Pool.start("any-name", engine="sim", operations=["generate"], options=options) as pool:
             await pool.ready(60.0)
             async with WeightPublisher(pool, device="cpu") as publisher:
