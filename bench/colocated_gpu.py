@@ -264,7 +264,7 @@ def main() -> None:
         Target(ASLEEP + SPREAD, WHO, NOISE_MIB, of_value=True),
         Target(FALSE, WHO, 0.0, of_value=True),
     ]
-    show(f"a trainer and an engine on one GPU; {machine(chosen.device)}; {chosen.size}; median of the cycles", rows, bounds)
+    show(f"a trainer and an engine on one GPU; {machine(chosen.device)}; {model.name}; median of the cycles", rows, bounds)
 
 
 if __name__ == "__main__":

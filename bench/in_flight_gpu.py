@@ -7,8 +7,8 @@ and the same ones with the rows of each matrix in reverse. With one GPU they sha
 trainer has the first one, and the transfer is `staged`. In each mode 64 streams run at all times. First their tokens are timed
 without an update, then updates follow each other.
 
-The engine stands still from the last token of the old weights to the first one of the new weights, of all streams together,
-as their client receives them, less the usual time between two tokens of a stream. In the end, tokens of some streams are
+The engine stands still from the last token of the old weights to the first one of the new weights, of the stream that waits
+least, as the client receives them, less the usual time between two tokens of a stream. In the end, tokens of some streams are
 computed again by transformers, on both sets of weights.
 """
 
@@ -106,7 +106,7 @@ async def measure(pool: Pool, publish: Callable[[int, str], Any], mode: str, fir
 
 def _told(streams: WatchedStreams, version: int) -> str:
     found = standstill(streams.arrivals, version)
-    return "no tokens" if found is None else f"no token for {1000 * found.all_s:.1f} ms"
+    return "no tokens" if found is None else f"no token for {1000 * found.shortest_s:.1f} ms"
 
 
 def rows_of(phase: Phase) -> list[Row]:
@@ -116,7 +116,7 @@ def rows_of(phase: Phase) -> list[Row]:
     during = phase.updates[0][1], phase.updates[-1][2]
     stood = [found for version, *_ in phase.updates if (found := standstill(arrivals, version)) is not None]
     rows = [
-        _row(mode, STILL, "ms", [1000 * (one.all_s - step) for one in stood]),
+        _row(mode, STILL, "ms", [1000 * (one.shortest_s - step) for one in stood]),
         _row(mode, "no token of any stream", "ms", [1000 * one.all_s for one in stood]),
         _row(mode, "no token of one stream, longest", "ms", [1000 * one.longest_s for one in stood]),
         _row(mode, "without an update: between two tokens of a stream", "ms", [1000 * step]),

@@ -9,10 +9,12 @@ from bench.in_flight.streams import Arrival
 
 
 class Standstill(NamedTuple):
-    """Seconds from the last token of the weights before to the first one of a version: of all streams together, and of the
-    stream that waited longest."""
+    """Seconds from the last token of the weights before to the first one of a version: of all streams together, of the stream
+    that waited least, and of the one that waited longest. Tokens of one step arrive one after the other, so that all together
+    wait less than any of them."""
 
     all_s: float
+    shortest_s: float
     longest_s: float
 
 
@@ -31,7 +33,7 @@ def standstill(arrivals: Sequence[Arrival], version: int) -> Standstill | None:
     if last is None or first is None:
         return None
     waits = [after[stream] - at for stream, at in before.items() if stream in after]
-    return Standstill(first - last, max(waits, default=first - last))
+    return Standstill(first - last, min(waits, default=first - last), max(waits, default=first - last))
 
 
 def step_s(arrivals: Sequence[Arrival], window: tuple[float, float]) -> float:

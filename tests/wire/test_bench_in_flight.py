@@ -22,7 +22,11 @@ ARRIVALS = [
 
 def test_an_engine_stands_still_from_the_last_old_token_to_the_first_new_one() -> None:
     found = standstill(ARRIVALS, 5)
-    assert found is not None and found.all_s == pytest.approx(0.5) and found.longest_s == pytest.approx(0.8)
+    assert (
+        found is not None
+        and found.all_s == pytest.approx(0.5)
+        and (found.shortest_s, found.longest_s) == pytest.approx((0.5, 0.8))
+    )
     assert standstill(ARRIVALS, 6) is None and standstill(ARRIVALS[4:], 5) is None
     assert step_s(ARRIVALS, (1.0, 1.5)) == pytest.approx(0.2)
     assert longest_gap_s(ARRIVALS, (1.0, 2.6)) == pytest.approx(0.5)
