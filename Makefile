@@ -16,8 +16,10 @@ STAMPS := $(VENV)/.stamps
 REQ := requirements
 # Only the packages that differ; put in front of VENV.
 OLDEST = $(abspath $(VENV))/oldest
+# A file is compiled when it is imported first, as one in four is; pip would compile all of them, on one core.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile
 # Constraints hold every version that was tested, so no later install can replace torch by another build.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input -c $(REQ)/constraints.txt
+PIP := $(INSTALL) -c $(REQ)/constraints.txt
 # Bytecode is kept, also where the environment says otherwise: each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 # Nothing that pyright would look up on the network; its node comes with the tools.
@@ -118,5 +120,4 @@ $(STAMPS)/tools: $(STAMPS)/house $(REQ)/tools.txt
 
 $(STAMPS)/oldest: $(STAMPS)/tools $(REQ)/oldest-engine.txt
 	@echo "Setting up $(VENV)/oldest: the oldest supported engine, about 0.4 GB."
-	$(call STEP,rm -rf $(OLDEST) && $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-deps \
-	    --target $(OLDEST) -r $(REQ)/oldest-engine.txt)
+	$(call STEP,rm -rf $(OLDEST) && $(INSTALL) --no-deps --target $(OLDEST) -r $(REQ)/oldest-engine.txt)
