@@ -56,6 +56,7 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with Processes() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         options = {"max_running_requests": 8, "constrained_json_disable_any_whitespace": True, "reasoning_parser": "qwen3"}
+        options["max_total_tokens"] = 6 * LONG  # for all long sequences of a test at once, whichever worker they are at
         model = str(thinking(models.causal, folder / "model"))
         group = GroupConfig(model=model, workers=2, device="cpu", operations=["generate"], options=options)
         config = PoolConfig(
