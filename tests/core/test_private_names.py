@@ -39,6 +39,7 @@ HOLDERS_IN = {
     "engine.py": {"engine"},
     "host.py": {"engine"},
     "logit_processor.py": {"req"},
+    "new_weights.py": {"media_cache"},
     "packed.py": {"types", "request"},
     "process.py": {"module"},
     "requests.py": {"types", "request"},

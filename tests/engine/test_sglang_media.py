@@ -2,9 +2,10 @@
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from enginepool.workers.sglang.generate.media import MAX_PIXELS
 from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_generate import one, refusal, run, task
 from tests.engine.test_sglang_scores import declared
+from tests.engine.test_sglang_weights import Given, Subject
 from tests.engine.vision_models import CONTEXT, SPECIAL, VisionReference, make_vision_model, picture
 
 pytestmark = [pytest.mark.engine, pytest.mark.every_version, pytest.mark.timeout(600)]
@@ -25,7 +27,7 @@ class Vision:
 
     def __init__(self, folder: Path) -> None:
         #: the tokens of an image in a prompt
-        self.image = make_vision_model(folder)
+        self.folder, self.image = folder, make_vision_model(folder)
         self.reference = VisionReference(folder, self.image)
         self.engine = HostedEngine(str(folder), operations=("generate",), options={"context_length": CONTEXT})
 
@@ -36,9 +38,11 @@ class Vision:
         media = tuple(TaskMedium("image", "bytes", image) for image in images)
         return replace(task(ids, n, max_new_tokens=count, ignore_eos=True), media=media)
 
-    def wanted(self, asked: GenerationTask) -> list[int]:
+    def wanted(self, asked: GenerationTask, weights: Mapping[str, Any] | None = None) -> list[int]:
+        """What the model generates, with its own weights or with these."""
         images = [medium.data for medium in asked.media]
-        return self.reference.greedy(asked.prompt.tolist(), images, asked.sampling.max_new_tokens)
+        with self.reference.holding(weights or {}):
+            return self.reference.greedy(asked.prompt.tolist(), images, asked.sampling.max_new_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +118,21 @@ def test_the_placeholder_in_a_text_becomes_its_tokens(vision: Vision) -> None:
     [ids] = vision.engine.call("tokenize", [("", f"See {SPECIAL[0]}{SPECIAL[2]}{SPECIAL[1]}?")])
     at = ids.index(vision.image[0])
     assert ids[at : at + 3] == vision.image
+
+
+@pytest.mark.parametrize("mode", ["", "in_place", "retract"])
+def test_after_new_weights_an_image_is_what_the_new_ones_make_of_it(vision: Vision, tmp_path: Path, mode: str) -> None:
+    """SGLang keeps what the encoder made of an image, by the image alone."""
+    subject = Subject(vision.engine, vision.folder, tmp_path)
+    seen, also = vision.asked([5, 17, 300], WIDE, [40, 41, 42]), vision.asked([11, 12], TALL, count=40)
+    own, new = Given(tmp_path, subject.own), subject.drawn(3)
+    assert one(vision.engine, seen).tokens == vision.wanted(seen)
+    if mode:
+        emitted, _ = vision.engine.call("pause", (also,), 5, mode, ((new.weights, 1, new.digest, mode),))
+        assert sum(len(step.tokens) for step in emitted[0]) == 40
+    else:
+        subject.load_weights(new.weights, 1, new.digest)
+    for asked in (seen, replace(also, sampling=seen.sampling)):
+        assert one(vision.engine, asked).tokens == vision.wanted(asked, new.tensors) != vision.wanted(asked)
+    subject.load_weights(own.weights, 2, own.digest)
+    assert one(vision.engine, seen).tokens == vision.wanted(seen)

@@ -4,7 +4,8 @@ import ctypes
 import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ class VisionReference:
         self._model = library.Qwen2VLForConditionalGeneration.from_pretrained(folder).float().eval()
         self._images = library.Qwen2VLImageProcessorPil.from_pretrained(folder)
         self._image = placeholder[1]
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Any]) -> Generator[None]:
+        """Compute with other weights, by the names of the checkpoint, for as long as the block runs."""
+        own = self._model
+        if weights:
+            library: Any = importlib.import_module("transformers")
+            made = library.Qwen2VLForConditionalGeneration
+            self._model = made.from_pretrained(None, config=own.config, state_dict=dict(weights)).float().eval()
+        try:
+            yield
+        finally:
+            self._model = own
 
     def expanded(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], dict[str, Any]]:
         """A prompt with as many tokens for each image as it takes, and what the model is given besides."""

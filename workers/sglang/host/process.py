@@ -20,7 +20,7 @@ from enginepool.workers.sglang.generate.mixed import room_in
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
-from enginepool.workers.sglang.patches.new_weights import separate_prefixes
+from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.scheduler import (
@@ -193,6 +193,7 @@ def run_scheduler(
     note_scheduler(scheduler)
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)
+    note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))
     answer_in_order(_class(modules.CHANNELS, "SchedulerIpcChannels"))
     open_session_for_tickets(_class(modules.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
     pass_tickets_of_refused_updates(_class(modules.MODEL_UPDATER, "WeightUpdater"), LOADER)

@@ -7,6 +7,7 @@ from enginepool.workers.sglang.patches.modules import (
     CHANNELS,
     GRAMMARS,
     MEDIA,
+    MEDIA_CACHE,
     MODEL,
     PROCESSORS,
     REQUESTS,
@@ -100,6 +101,11 @@ OF_GENERATION: tuple[Private, ...] = (
         ("Scheduler._add_request_to_queue", "replaced", "prefixes of other weights are not used", "self, req, is_retracted"),
         ("Scheduler._engine_paused", "read", "whether it has paused"),
         ("Scheduler.waiting_queue grammar_manager", "replaced", "a flush while requests wait"),
+    ),
+    *_private(
+        "patches/new_weights.py", MEDIA_CACHE,
+        ("MultiModalStaticCache.__init__", "replaced", "keeps the cache of media", "self, max_size"),
+        ("MultiModalStaticCache.clear", "called", "what old weights made of media", "self"),
     ),
     *_private("patches/new_weights.py", GRAMMARS, ("GrammarManager.grammar_queue", "replaced", "a flush while requests wait")),
     *_private(

@@ -3,6 +3,8 @@
 An empty engine is flushed. So is one whose requests were retracted: none of them has KV. Requests that were paused in place
 keep their KV, and SGLang's cache keeps what they share. So the cache is cut in two by its key instead: requests that have no
 KV yet, and all later ones, get another `extra_key` than those that run.
+
+A flush leaves what the encoder made of images, videos and audio, which SGLang keeps by their content alone.
 """
 
 from typing import Any
@@ -11,6 +13,19 @@ from enginepool.workers.sglang.patches.scheduler import flush_caches, noted_sche
 
 #: how often weights came while requests kept their KV, in this process
 _kept_times = [0]
+#: what encoders made of media, in this process
+_media_caches: list[Any] = []
+
+
+def note_media_cache(cache: Any) -> None:
+    """Keep the caches of media that this process makes, for `forget_old_weights`. `cache` is SGLang's class."""
+    init = cache.__init__
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _media_caches.append(self)
+
+    cache.__init__ = initialize
 
 
 def separate_prefixes(scheduler: Any) -> None:
@@ -44,6 +59,8 @@ def ready_for_new_weights(running: str) -> bool:
 
 def forget_old_weights(running: str) -> bool:
     """New weights are there: what was computed on the old ones serves no later request. False: it may."""
+    for media_cache in _media_caches:
+        media_cache.clear()
     if not running:
         return flush_caches()
     scheduler = noted_scheduler()
