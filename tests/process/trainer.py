@@ -1,8 +1,8 @@
 """A trainer as a process of its own, to be killed: publishes a version and stops where it is told to.
 
-`python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER [COPYING]]`; WHERE: `transfer`, in the middle of its bytes;
-`staged`, when all are sent and nothing is committed; `load`, while engines take them; COPYING: on what ranks copy. Says
-`there` on stdout when it is so far, and waits for its end.
+`python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER [IN_FLIGHT [COPYING]]]`; WHERE: `transfer`, in the middle of
+its bytes; `staged`, when all are sent and nothing is committed; `hold`, while generations end; `load`, while engines take them;
+COPYING: on what ranks copy. Says `there` on stdout when it is so far, and waits for its end.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ def main() -> None:
     """Never ends by itself."""
     address, version, where, *rest = sys.argv[1:]
     transfer: Any = rest[0] if rest else "staged"
-    if rest[1:]:
-        buffers.COPYING = tuple(rest[1:])
+    in_flight: Any = rest[1] if rest[1:] else "drain"
+    if rest[2:]:
+        buffers.COPYING = tuple(rest[2:])
 
     def there() -> None:
         sys.stdout.write("there\n")
@@ -39,11 +40,11 @@ def main() -> None:
     async def run() -> None:
         async with Pool.connect(address) as pool:
             publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=4.0)
-            handle = await publisher.start(source, int(version), manifest=MANIFEST, transfer=transfer)
+            handle = await publisher.start(source, int(version), manifest=MANIFEST, transfer=transfer, in_flight=in_flight)
             await handle.sent()
-            if where == "load":
+            if where in ("hold", "load"):
                 finish = asyncio.create_task(handle.finish())
-                while handle.phase != "load":
+                while handle.phase != where:
                     assert not finish.done()
                     await asyncio.sleep(0.002)
             there()

@@ -94,7 +94,7 @@ async def loss(stage: Stage, phase: str, who: str, sign: signal.Signals) -> None
 async def killed_trainer(stage: Stage, where: str, copying: str = "cuda") -> None:
     """Another one than the stage's; devices that copy may be more there."""
     new = stage.old + 1
-    command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where, "staged", copying]
+    command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where, "staged", "drain", copying]
     trainer = stage.processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True))
     assert trainer.stdout is not None
     assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
