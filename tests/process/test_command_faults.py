@@ -1,0 +1,181 @@
+"""A group is asked to pause, to sleep or to change an adapter, and the caller, a worker or the coordinator is lost meanwhile.
+
+A group is paused or sleeps as soon as it was asked to, and goes on as soon as it was asked to. An adapter is changed in all
+workers or in none. After each fault the next call succeeds, and calls that waited have their tokens.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from enginepool import Generations, Pool, errors
+from enginepool.protocol.messages import GroupStatus, Sampling
+from enginepool.workers.sim.tokens import expected_output
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.forking import ForkedDaemon, ForkedProcess
+from tests.process.processes import Processes
+from tests.process.test_adapters import OPTIONS, check, folder
+from tests.process.test_generate import VOCAB, all_ready, prompt, workers_of
+
+Who = Literal["caller killed", "worker killed", "worker stopped", "coordinator killed"]
+WHO: tuple[Who, ...] = ("caller killed", "worker killed", "worker stopped", "coordinator killed")
+LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 300}
+SAMPLING = Sampling(**LONG)
+#: a program that asks for one thing, and says so
+CALLER = """
+import asyncio, sys
+from enginepool import Pool
+
+async def main():
+    async with Pool.connect(sys.argv[1]) as pool:
+        await eval(sys.argv[2], {"pool": pool})
+
+asyncio.run(main())
+"""
+
+
+class Shared:
+    """One pool for all cases, with the coordinator that it has now."""
+
+    def __init__(self, processes: Processes, directory: Path) -> None:
+        self.processes, self.root = processes, directory / "root"
+        config = sim_pool(directory, options={**OPTIONS, "adapter_s": 0.3}, generates=True, silence_s=2.0)
+        group = msgspec.structs.replace(config.groups["g"], adapter_roots=[str(self.root)])
+        config = msgspec.structs.replace(config, groups={"g": group})
+        self.daemon: Daemon = ForkedDaemon(processes, config).listening()
+
+    async def struck(self, pool: Pool, call: str, who: Who, begun: Callable[[GroupStatus], bool]) -> Any:
+        """What becomes of a call that is under way when a process is lost: its answer, or None where its caller is lost.
+
+        One worker stands still, so that the call is under way until then.
+        """
+        victim = workers_of(self.daemon)[0]
+        os.kill(victim, signal.SIGSTOP)
+        program: Any = None
+        asked: asyncio.Task[Any] | None = None
+        if who == "caller killed":
+            command = [sys.executable, "-c", CALLER, self.daemon.address, call]
+            program = self.processes.keep(ForkedProcess(command, stdout=subprocess.DEVNULL), first=signal.SIGKILL)
+        else:
+            asked = asyncio.ensure_future(eval(call, {"pool": pool}))
+        while not begun((await pool.status()).groups[0]):
+            await asyncio.sleep(0.01)
+        if who == "caller killed":
+            program.kill()
+            await asyncio.to_thread(program.wait, PATIENCE_S)
+        elif who == "worker killed":
+            os.kill(victim, signal.SIGKILL)
+        elif who == "coordinator killed":
+            await asyncio.to_thread(self.daemon.kill)
+            self.daemon = await asyncio.to_thread(self.daemon.successor)
+        if who in ("caller killed", "coordinator killed"):
+            os.kill(victim, signal.SIGCONT)
+        return await asked if asked is not None else None
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    with Processes() as processes:
+        yield Shared(processes, tmp_path_factory.mktemp("pool"))
+
+
+def run(shared: Shared, scene: Callable[[Pool], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with Pool.connect(shared.daemon.address) as pool, asyncio.timeout(PATIENCE_S):
+            await all_ready(pool, shared.daemon)
+            await scene(pool)
+            await all_ready(pool, shared.daemon)
+            [[one]] = await pool.generate(prompt(0), max_new_tokens=3)
+            assert len(one.token_ids) == 3
+
+    asyncio.run(main())
+
+
+async def until(pool: Pool, there: Callable[[GroupStatus], bool]) -> None:
+    while not there((await pool.status()).groups[0]):
+        await asyncio.sleep(0.01)
+
+
+def held(group: GroupStatus) -> bool:
+    return group.paused or bool(group.asleep)
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize(("hold", "end"), [("pause", "resume"), ("sleep", "wake")])
+def test_a_group_is_held_and_goes_on_when_a_process_is_lost(shared: Shared, hold: str, end: str, who: Who) -> None:
+    async def struck(pool: Pool, call: str, there: Callable[[GroupStatus], bool]) -> None:
+        report = await shared.struck(pool, f"pool.{call}()", who, there)
+        assert there((await pool.status()).groups[0]), "it lasts"
+        codes = {row.code for row in report.workers} if report else {""}
+        # A worker that ended while it slept is started again when it is woken.
+        assert codes == {""} or (who.startswith("worker") and codes <= {"", "engine_error", "pool_down"}), report
+
+    async def scene(pool: Pool) -> None:
+        async with asyncio.TaskGroup() as calls:
+            runs = [calls.create_task(pool.generate(prompt(i), **LONG)) for i in range(4)]
+            await until(pool, lambda group: group.running == 4)
+            await struck(pool, hold, held)
+            runs.append(calls.create_task(pool.generate(prompt(4), **LONG)))
+            await until(pool, lambda group: group.queued >= 5 and not group.running)
+            await struck(pool, end, lambda group: not held(group))
+        for i, run in enumerate(runs):
+            [[one]] = run.result()
+            assert one.token_ids.tolist() == expected_output(prompt(i), SAMPLING, vocab=VOCAB, end_every=0)[0]
+
+    run(shared, scene)
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_an_adapter_is_changed_or_not_when_a_process_is_lost(shared: Shared, who: Who) -> None:
+    name = who.replace(" ", "-")
+
+    def loads(group: GroupStatus) -> bool:
+        return any(f"{name}@2" in one.detail for one in group.workers)
+
+    async def scene(pool: Pool) -> None:
+        await pool.load_adapter(name, folder(shared.root / name / "1", 1))
+        path = folder(shared.root / name / "2", 2)
+        change = shared.struck(pool, f"pool.load_adapter({name!r}, {str(path)!r}, version=2)", who, loads)
+        version = 1 if who.startswith("worker") else 2
+        if version == 1:
+            with pytest.raises(errors.UpdateAborted, match="was lost"):
+                await change
+        else:
+            await change
+        await until(pool, lambda group: (name, version) in [(one.name, one.version) for one in group.adapters])
+        assert await generated(pool, name) == {version}
+        assert (await pool.load_adapter(name, path, version=3)).version == 3
+        assert await generated(pool, name) == {3}
+
+    run(shared, scene)
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_an_adapter_is_unloaded_when_a_process_is_lost(shared: Shared, who: Who) -> None:
+    def gone(group: GroupStatus) -> bool:
+        return all(one.name != "x" for one in group.adapters)
+
+    async def scene(pool: Pool) -> None:
+        path = folder(shared.root / "x" / who, 1)
+        await pool.load_adapter("x", path)
+        await shared.struck(pool, "pool.unload_adapter('x')", who, gone)
+        with pytest.raises(errors.BadRequest, match="adapter"):
+            await generated(pool, "x")
+        await pool.load_adapter("x", path)
+        assert await generated(pool, "x") == {1}
+        await pool.unload_adapter("x")
+
+    run(shared, scene)
+
+
+async def generated(pool: Pool, name: str) -> set[int]:
+    found: Generations = await pool.generate([prompt(1)] * 4, max_new_tokens=5, temperature=0.0, adapter=name)
+    return {version for [one] in found for version in check(1, name, one)}
