@@ -34,6 +34,14 @@ class MediaOptions(TypedDict, total=False):
     audio: MediaArgument
 
 
+def media_of(row: object) -> dict[str, Any]:
+    """The media in the row of a data set, as options of one prompt."""
+    if not isinstance(row, Mapping):
+        return {}
+    found = cast("Mapping[str, Any]", row)
+    return {name: found[name] for name in _KINDS if found.get(name) is not None}
+
+
 def encode_media(options: Mapping[str, Any], prompts: int, *, single: bool) -> tuple[list[Medium], Payload]:
     """The media in `options` of so many prompts, with their frames. `single`: the caller gave one prompt, without a list.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from enginepool.client.generate import GenerateCalls
 from enginepool.client.generations import Generation, Generations
+from enginepool.client.media import media_of
 from enginepool.client.results import Floats
 from enginepool.client.rewards import Rewarder, prompt_of
 from enginepool.client.sample_stream import SampleStream
@@ -241,7 +242,7 @@ class Rollout:
     async def _generate(self, draft: _Draft, numbers: list[int]) -> None:
         """Samples of these numbers. One that was interrupted is missing afterwards."""
         prompt = prompt_of(draft.row)
-        options: Any = {**self._options, "n": len(numbers), "credit": MAX_CREDIT}
+        options: Any = {**self._options, **media_of(draft.row), "n": len(numbers), "credit": MAX_CREDIT}
         if options.get("sampling_seed") is not None:
             options["sampling_seed"] += draft.attempts * self._n
         draft.attempts += 1

@@ -19,7 +19,7 @@ _OWN: Final = {
     "partial": "a rollout returns whole samples",
     "continue_from": "a rollout begins its samples",
     "prompt_logprobs": "Pool.generate has them",
-    **dict.fromkeys(("images", "videos", "audio"), "the prompts of a rollout have no media"),
+    **dict.fromkeys(("images", "videos", "audio"), "each row of prompts has its own"),
 }
 
 
@@ -55,13 +55,14 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
         another one, so groups come in the order in which they are finished.
 
         Args:
-            prompts: texts, token ids, or rows of a data set: mappings that have one of the two under `prompt`. Any iterable, or
-                an async one, also without an end: a prompt is taken from it when there is room.
+            prompts: texts, token ids, or rows of a data set: mappings that have one of the two under `prompt`, and the media of
+                that prompt, as `stream` takes them, under `images`, `videos` and `audio`. Any iterable, or an async one, also
+                without an end: a prompt is taken from it when there is room.
             n: samples of each prompt.
             reward: the name of a group of this pool, whose first score is the reward; or a function of (prompt as it was given,
                 sample). A coroutine function runs on this loop, another one in a thread. It returns a number.
             to_row: (prompt as it was given, sample) → (query, item), two texts or two rows of token ids, which the reward group
-                scores. Default: the token ids of both.
+                scores. Default: the token ids of both. No media.
             tokenizer: of the policy: the reward group scores the texts of both.
             reward_options: of `Pool.score`, such as {"label_token_ids": [9454]}.
             max_staleness: a sample whose first token was computed by weights more than so many versions older than the

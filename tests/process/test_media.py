@@ -25,10 +25,15 @@ from tests.process.processes import Processes
 from tests.process.test_generate import GENERATES, SAMPLING, STREAMS, VOCAB, generating, prompt, run, workers_of
 
 
+def with_media(ids: list[int], *images: bytes) -> list[int]:
+    """What the sim engine makes of a prompt with these images."""
+    before = np.frombuffer(media_ids([TaskMedium("image", "bytes", image) for image in images]), "<i4").tolist()
+    return [*before, *ids]
+
+
 def wanted(i: int, *images: bytes, sampling: dict[str, Any] = SAMPLING) -> list[int]:
     """What follows the prompt `i` with these images."""
-    before = np.frombuffer(media_ids([TaskMedium("image", "bytes", image) for image in images]), "<i4").tolist()
-    return expected_output([*before, *prompt(i)], Sampling(**sampling), vocab=VOCAB, end_every=0)[0]
+    return expected_output(with_media(prompt(i), *images), Sampling(**sampling), vocab=VOCAB, end_every=0)[0]
 
 
 def test_a_worker_that_is_lost_in_the_middle_changes_no_token_of_prompts_with_images(

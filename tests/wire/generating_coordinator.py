@@ -48,7 +48,8 @@ class GeneratingCoordinator(FakeCoordinator):
             self.asked.append(message)
             self.brought.append(frames)
             rows = len(frames[1]) // 4 * message.n
-            starts = np.frombuffer(frames[3], np.uint32).tolist() if len(frames) == 4 else [0] * rows
+            brings = any(spec.name == "output_lengths" for spec in message.frames)
+            starts = np.frombuffer(frames[3], np.uint32).tolist() if brings else [0] * rows
             if not message.stream:
                 self.answer(link, message, starts)
             else:

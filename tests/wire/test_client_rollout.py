@@ -176,6 +176,22 @@ def test_an_error_of_one_reward_or_one_prompt_is_in_its_group(coordinator: Rollo
     scene(coordinator, main)
 
 
+def test_each_row_brings_its_own_media(coordinator: RolloutCoordinator) -> None:
+    rows = [{"prompt": [11], "images": [b"one", b"two"], "audio": b"three"}, {"prompt": [12], "images": None}, [13]]
+
+    async def main(pool: Pool) -> None:
+        wrong = {"prompt": [14], "images": ["a.png"]}
+        groups = await pool.rollout([*rows, wrong], 1, reward=length, max_new_tokens=2).result()
+        *right, refused = sorted(groups, key=lambda group: group.index)
+        assert [len(group.samples) for group in right] == [1] * 3 and right[0].prompt is rows[0]
+        [error] = refused.errors
+        assert isinstance(error, errors.BadRequest) and error.field == "images[0]"
+
+    scene(coordinator, main)
+    kinds = sorted([one.kind for one in request.media] for request in coordinator.asked)
+    assert kinds == [[], [], ["image", "image", "audio"]]
+
+
 def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(coordinator: RolloutCoordinator) -> None:
     coordinator.held, coordinator.fails = {12}, {13: "pool_down"}
     reached = asyncio.Event()
