@@ -94,6 +94,17 @@ class Reference:
             pending = [tokens[-1]]
         return np.concatenate(below), np.concatenate(logprobs)
 
+    def afresh(self, row: Sequence[int], spans: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> Floats2:
+        """As `across`, where all before each span was computed again by its weights."""
+        found: list[Floats2] = []
+        before = list(row)
+        for weights, tokens in spans:
+            with self.holding(weights):
+                found.append(self.following(before, tokens))
+            before += tokens
+        below, logprobs = zip(*found, strict=True)
+        return np.concatenate(below), np.concatenate(logprobs)
+
     def greedy(self, row: Sequence[int], count: int) -> list[int]:
         """The likeliest tokens after `row`, each after those before it."""
         ids = list(row)

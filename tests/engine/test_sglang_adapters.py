@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from enginepool.protocol.adapters import TENSORS_FILE
@@ -112,6 +113,25 @@ def test_new_weights_go_into_the_model_below_its_adapters(
             found = one(adapting, asked(adapter))
             with reference.holding(with_adapter(given.tensors, folders.get(adapter))):
                 assert_greedy(reference, PROMPTS[0], found)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_sequences_go_on_with_their_adapters_when_new_weights_come_below_them(
+    adapting: HostedEngine, reference: Reference, models: Models, folders: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    subject = Subject(adapting, models.causal, tmp_path)
+    own, new = Given(tmp_path, subject.own), subject.drawn(30)
+    tasks = [asked(adapter, max_new_tokens=40) for adapter in ("", "one", "two")]
+    emitted, [counts] = adapting.call("pause", tuple(tasks), 5, mode, ((new.weights, 30, new.digest, mode),))
+    subject.load_weights(own.weights, 31, own.digest)
+    for this, step, count in zip(tasks, map(Continued, emitted), counts, strict=True):
+        assert 5 <= count < len(step.tokens) == 40
+        weights = [with_adapter(given.tensors, folders.get(this.adapter)) for given in (own, new)]
+        spans = list(zip(weights, (step.tokens[:count], step.tokens[count:]), strict=True))
+        below, expected = (reference.across if mode == "in_place" else reference.afresh)(this.prompt.tolist(), spans)
+        assert below.max() < 1e-4
+        np.testing.assert_allclose(step.logprobs, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.every_version

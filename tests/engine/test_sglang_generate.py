@@ -473,13 +473,9 @@ def test_retracted_sequences_go_on_as_if_the_new_weights_had_computed_all_before
 ) -> None:
     subject = Subject(generating, models.causal, tmp_path)
     for prompt, spans, logprobs in across_updates(generating, subject, reference, "retract"):
-        row, start = list(prompt), 0
-        for weights, tokens in spans:
-            with reference.holding(weights):
-                below, expected = reference.following(row, tokens)
-            assert below.max() < 1e-4
-            np.testing.assert_allclose(logprobs[start : start + len(tokens)], expected, rtol=1e-4, atol=1e-5)
-            row, start = [*row, *tokens], start + len(tokens)
+        below, expected = reference.afresh(prompt, spans)
+        assert below.max() < 1e-4
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_are_refused_by_an_engine_that_generates_and_the_other_way_round(
