@@ -92,37 +92,57 @@ def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize(("version", "in_flight"), [(1, "abort"), (2, "drain")])
+@pytest.mark.parametrize(("version", "in_flight"), [(1, "abort"), (2, "drain"), (3, "in_place"), (4, "retract")])
 def test_new_weights_meet_rows_and_sequences(
     daemon: Daemon, models: Models, reference: Reference, version: int, in_flight: Any
 ) -> None:
-    weights = safetensors.load_file(models.causal / "model.safetensors")
-    chance = torch.Generator().manual_seed(version)
-    new = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=chance) for name, tensor in weights.items()}
-    labels, scored = [7, 8, 9], list[ScoreResult]()
+    """Each score is of one version, which it names; each token is of the version of its span."""
+    own = safetensors.load_file(models.causal / "model.safetensors")
+
+    def weights(version: int) -> dict[str, Any]:
+        chance = torch.Generator().manual_seed(version)
+        noise = 0.02 if version else 0.0
+        return {name: tensor + noise * torch.randn(tensor.shape, generator=chance) for name, tensor in own.items()}
+
+    known = {version - 1: weights(version - 1), version: weights(version)}
+    prompts, labels, scored = [[5, 6, 7], [8]], [7, 8, 9], list[ScoreResult]()
 
     async def scenario() -> Generations:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(START_S)
-            running = asyncio.ensure_future(pool.generate([[5, 6, 7], [8]], n=2, max_new_tokens=400, **GREEDY))
-
-            async def score() -> None:
-                while not running.done():
-                    scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
-
-            asking = [asyncio.create_task(score()) for _ in range(2)]
             async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
-                await publisher.publish(new, version, in_flight=in_flight)
+                update = await publisher.start(known[version], version, in_flight=in_flight)
+                await update.sent()  # all of it is there, and what follows meets the hand-over alone
+                running = asyncio.ensure_future(pool.generate(prompts, n=2, max_new_tokens=400, **GREEDY))
+
+                async def score() -> None:
+                    while not running.done():
+                        scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
+
+                asking = [asyncio.create_task(score()) for _ in range(2)]
+                while len(scored) < 8:
+                    await asyncio.sleep(0.01)
+                await update.finish()
             scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
             found = await running
             await asyncio.gather(*asking)
             return found
 
     found = asyncio.run(scenario())
-    assert all(sum(count for _, count in sample.spans) == 400 for samples in found for sample in samples)
-    assert {one.version for one in scored} <= {version - 1, version} and scored[-1].version == version
-    with reference.holding(new):
-        expected = [reference.label_scores([5, 6, 7, *item], labels, softmax=False) for item in ([9], [9, 3])]
+    assert {one.version for one in scored} == {version - 1, version} and scored[-1].version == version
+    for named, held in known.items():
+        with reference.holding(held):
+            expected = [reference.label_scores([5, 6, 7, *item], labels, softmax=False) for item in ([9], [9, 3])]
         for one in scored:
-            if one.version == version:
+            if one.version == named:
                 np.testing.assert_allclose(one.scores, expected, rtol=1e-4, atol=1e-5)
+    several = any(len(sample.spans) == 2 for samples in found for sample in samples)
+    assert several == (in_flight != "drain"), "the weights changed while sequences ran"
+    for prompt, samples in zip(prompts, found, strict=True):
+        for sample in samples:
+            ends = np.cumsum([count for _, count in sample.spans])
+            parts = np.split(sample.token_ids, ends[:-1])
+            spans = [(known[named], part.tolist()) for (named, _), part in zip(sample.spans, parts, strict=True)]
+            assert len(sample.token_ids) == 400
+            below, _ = (reference.across if in_flight == "in_place" else reference.afresh)(prompt, spans)
+            assert below.max() < 1e-4

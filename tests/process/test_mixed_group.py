@@ -61,7 +61,7 @@ async def both(pool: Pool, streams: Streams, change: Callable[[], Coroutine[Any,
     return len(answers)
 
 
-@pytest.mark.parametrize("what", ["kill", "drain", "abort"])
+@pytest.mark.parametrize("what", ["kill", "drain", "abort", "in_place", "retract"])
 def test_scores_and_streams_of_one_group_are_right_whatever_happens_to_its_workers(
     processes: Processes, tmp_path: Path, what: Any
 ) -> None:
