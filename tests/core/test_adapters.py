@@ -285,9 +285,11 @@ def test_a_worker_that_cannot_load_what_is_committed_is_asked_again_and_unloadin
     again = [one for _ in range(11) for one in changes(beat(pool))]
     assert asked(again) == [(b"b", "load", "f@1")]
     pool.done(again[0], code="weights_refused", message="its files have changed")
+    worker = pool.machine.core.groups["g"].workers["b"]
+    assert worker.detail == "cannot load adapter f@1: its files have changed"
     pool.unload(client)
     pool.written()
-    assert pool.state("b") is WorkerState.READY
+    assert (worker.state, worker.detail) == (WorkerState.READY, "")
 
 
 def beat(pool: AdapterPool) -> list[Sent]:

@@ -25,6 +25,7 @@ from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
+from tests.process.test_cli_worker import Outside
 from tests.process.test_generate import VOCAB, prompt, workers_of
 
 #: 32 slots, and a step of 2 ms; the model has one weight that adapters may change
@@ -237,6 +238,33 @@ def test_what_lies_elsewhere_or_does_not_fit_is_refused_with_its_reason_and_touc
     run(daemon, scene)
     assert daemon.end() == 0
     assert not list((tmp_path / "state/adapters/g").iterdir()), "nothing that was refused is kept"
+
+
+def test_a_worker_that_the_pool_did_not_start_reads_folders_and_refuses_tensors_by_name(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """It may run on another host, where the store of the coordinator is not."""
+    daemon = pool_in(processes, tmp_path, workers=1)
+    path = folder(tmp_path / "root/p")
+    says = "it came as tensors, which only workers that the pool starts itself can read; load it by a path"
+
+    async def scene(pool: Pool) -> None:
+        await pool.load_adapter("x", tensors=tensors(1), config=CONFIG)
+        outside = Outside(processes, daemon.workers, tmp_path / "outside")
+        while not any(says in worker.detail for worker in await workers(pool)):
+            await asyncio.sleep(0.02)
+        [[one]] = await pool.generate(prompt(0), max_new_tokens=3, temperature=0.0, adapter="x")
+        assert check(0, "x", one) == {1}, "the other worker serves on"
+        await pool.unload_adapter("x")
+        while [(worker.stage, worker.detail) for worker in await workers(pool)] != [("ready", "")] * 2:
+            await asyncio.sleep(0.02)
+        with pytest.raises(errors.WeightsRefused, match=f"did not load y@1: {says}"):
+            await pool.load_adapter("y", tensors=tensors(1), config=CONFIG)
+        assert (await pool.load_adapter("y", path)).version == 1
+        assert outside.process.poll() is None
+
+    run(daemon, scene)
+    assert daemon.end() == 0
 
 
 def test_commands_list_load_and_unload(processes: Processes, tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ class AdapterWorkers:
             if name not in mine.loaded and not (committed and self.core.now < mine.again_at):
                 self._give(worker, adapter)
                 return
+        if mine.missing and wanted.keys() <= mine.loaded:  # what it could not load was unloaded
+            worker.detail = "" if worker.detail == mine.missing else worker.detail
+            mine.missing = ""
 
     def _give(self, worker: Worker, wanted: AdapterVersion | str) -> None:
         mine = worker.adapters
