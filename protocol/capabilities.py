@@ -43,7 +43,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     to which k experts each layer routes each token; [0, 0]: it does not. `sequences`, `sequence_tokens` and `sequence_context`:
     of a worker that generates and runs rows, what it generates at once, and the longest prompt and output together; its other
     budgets are those of rows then, and neither takes room of the other. 0: `inflight_rows`, `inflight_tokens` and `context`.
-    `dtype`: of its weights. `parallel`: its sizes of tensor, pipeline, data and expert parallelism.
+    `dtype`: of its weights. `parallel`: its sizes of tensor, pipeline, data and expert parallelism. `token_bytes`: the bytes of
+    text that one token adds at most, where its tokenizer decodes; 0: it does not.
     """
 
     kind: Kind
@@ -80,6 +81,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     sequence_context: int = 0
     dtype: str = ""
     parallel: tuple[int, int, int, int] = (1, 1, 1, 1)
+    token_bytes: int = 0
 
     @property
     def packed(self) -> bool:

@@ -24,6 +24,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "score": "client",
     "embed": "client",
     "logprobs": "client",
+    "decode": "client",
     "generate": "client",
     "credit": "client",
     "cancel": "client",

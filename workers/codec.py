@@ -133,6 +133,19 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> TextTask:
     return TextTask(list(pairs), task)
 
 
+def decode_ids(task: Tokenize, frames: tuple[Frame, ...]) -> list[list[int]]:
+    """The rows of token ids whose texts are wanted.
+
+    Raises:
+        WireError: when the frames are not what the header says.
+    """
+    if len(task.frames) != 2:
+        raise WireError("malformed", f"tokenize: {len(task.frames)} frames; ids to decode have 2", field="frames")
+    _, _, items, lengths = _read("tokenize", task.frames, frames, text=False)
+    ids = np.frombuffer(items, np.int32).tolist()
+    return [ids[start:end] for start, end in pairwise(_ends(lengths))]
+
+
 def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> GenerationTask:
     """The generation that an engine takes. The prompt is a read-only view of its frame.
 
@@ -143,7 +156,7 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
     specs = start.frames
     if start.media:
         read = read_media(start.media, specs[1:], frames[1:], 1)
-        ends = [0, *np.cumsum(np.frombuffer(frames[2], np.uint32), dtype=np.int64).tolist()]
+        ends = _ends(frames[2])
         data = memoryview(frames[1])
         media = tuple(
             TaskMedium(one.kind, one.source, bytes(data[begin:end]))
@@ -175,8 +188,12 @@ def decode_generation(start: StartGeneration, frames: tuple[Frame, ...]) -> Gene
 
 
 def _cut(data: Frame, lengths: Frame) -> list[str]:
-    ends = [0, *np.cumsum(np.frombuffer(lengths, np.uint32), dtype=np.int64).tolist()]
-    return [str(data[start:end], "utf-8") for start, end in pairwise(ends)]
+    return [str(data[start:end], "utf-8") for start, end in pairwise(_ends(lengths))]
+
+
+def _ends(lengths: Frame) -> list[int]:
+    """Where each row ends, after a 0."""
+    return [0, *np.cumsum(np.frombuffer(lengths, np.uint32), dtype=np.int64).tolist()]
 
 
 def encode_ids(task: TaskId, found: TextIds) -> tuple[Tokenized, tuple[Frame, ...]]:
@@ -190,6 +207,15 @@ def encode_ids(task: TaskId, found: TextIds) -> tuple[Tokenized, tuple[Frame, ..
         ids.tobytes(),
         np.fromiter(map(len, rows), np.uint32).tobytes(),
     )
+
+
+def encode_texts(task: TaskId, texts: Sequence[str]) -> tuple[Tokenized, tuple[Frame, ...]]:
+    """The answer to a task to decode, with `texts` and `text_lengths`."""
+    # What a tokenizer makes of a part of a character may be half of a pair, which no UTF-8 has.
+    rows = [text.encode("utf-8", "replace") for text in texts]
+    joined = b"".join(rows)
+    specs = [FrameSpec("texts", "utf8", (len(joined),)), FrameSpec("text_lengths", "uint32", (len(rows),))]
+    return Tokenized(task, specs), (joined, np.fromiter(map(len, rows), np.uint32).tobytes())
 
 
 def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[Done, tuple[Frame, ...]]:

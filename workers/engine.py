@@ -221,6 +221,10 @@ class Engine(Protocol):
         for a cross-encoder, unless `raw`, those of the pair. Raises WireError `bad_request`, or EngineError."""
         ...
 
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """The text of each row of token ids, which are in the vocabulary. Raises EngineError."""
+        ...
+
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. Raises EngineError when the whole batch is refused, EngineDied when the engine is lost."""
         ...

@@ -18,7 +18,7 @@ from enginepool.protocol.messages import Batch, Done, Exiting, MediumKind, TaskI
 from enginepool.protocol.messages.adapters import ChangeAdapter
 from enginepool.workers.adapters import AdapterRunner
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome, failed
+from enginepool.workers.codec import decode_batch, decode_ids, decode_texts, encode_ids, encode_outcome, encode_texts, failed
 from enginepool.workers.commands import CommandRunner
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable
 from enginepool.workers.engine_pauses import EnginePauses
@@ -308,6 +308,10 @@ class WorkerProcess:
 
     async def _tokenize(self, run: RunTokenize) -> tuple[Tokenized, tuple[Frame, ...]]:
         task = run.task.task
+        if run.task.operation == "decode":
+            rows = decode_ids(run.task, run.frames)
+            texts = await self.engine.decode(rows, skip_special_tokens=run.task.skip_special_tokens)
+            return encode_texts(task, texts)
         try:
             return encode_ids(task, await self.engine.tokenize(decode_texts(run.task, run.frames)))
         except WireError as error:

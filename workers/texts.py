@@ -1,4 +1,4 @@
-"""Texts that an engine's tokenizer makes token ids of."""
+"""Texts that an engine's tokenizer makes token ids of, and how long the text of a token is."""
 
 from dataclasses import dataclass, field
 

@@ -14,6 +14,7 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.control import ControlCalls
+from enginepool.client.decode import DecodeCalls
 from enginepool.client.generation_session import SessionCalls
 from enginepool.client.logprobs import LogprobsCalls
 from enginepool.client.notices import Notices
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, WeightCalls, ControlCalls, AdapterCalls, OpenAICalls):
+class Pool(
+    RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, DecodeCalls, WeightCalls, ControlCalls, AdapterCalls, OpenAICalls
+):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

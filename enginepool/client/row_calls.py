@@ -15,9 +15,11 @@ from enginepool.client.arguments import (
 from enginepool.client.connection import Connection
 from enginepool.client.notices import Notices
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Generate, Generated, Result, RowRequest
+from enginepool.protocol.messages import Embed, Generate, Generated, Logprobs, Result, RowRequest, Score
 
 A = TypeVar("A", Result, Generated)
+#: requests for rows that are computed with weights
+ModelRequest = Score | Embed | Logprobs
 
 #: What the wire calls the arguments of all calls. A call that a group does not serve is of a wrong type there.
 ROW_NAMES = {"timeout_ms": "timeout", "type": "group"}
@@ -47,7 +49,7 @@ class RowCalls:
     _notices: Notices
 
     async def _submit(
-        self, request: RowRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: TruncatedOptions
+        self, request: ModelRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: TruncatedOptions
     ) -> tuple[Result, Sequence[Buffer]]:
         """The answer to `request` with these options. An error calls the fields of the request as `names` says."""
         request.truncation = check_truncation(options.get("truncation"))
@@ -55,13 +57,23 @@ class RowCalls:
 
     async def _ask(
         self,
-        request: RowRequest | Generate,
+        request: ModelRequest | Generate,
         frames: Sequence[Buffer],
         answer: type[A],
         names: Mapping[str, str],
         options: RowOptions,
     ) -> tuple[A, Sequence[Buffer]]:
-        seconds, retry_busy = set_options(request, options)
+        return await self._waited(request, frames, answer, names, *set_options(request, options))
+
+    async def _waited(
+        self,
+        request: RowRequest | Generate,
+        frames: Sequence[Buffer],
+        answer: type[A],
+        names: Mapping[str, str],
+        seconds: float | None,
+        retry_busy: bool,
+    ) -> tuple[A, Sequence[Buffer]]:
         if seconds is not None:
             return await self._connection.submit(request, frames, answer, seconds, retry_busy, names)
         self._notices.begin()
@@ -71,7 +83,7 @@ class RowCalls:
             self._notices.end()
 
 
-def set_options(request: RowRequest | Generate, options: RowOptions) -> tuple[float | None, bool]:
+def set_options(request: ModelRequest | Generate, options: RowOptions) -> tuple[float | None, bool]:
     """Give a request the options that it carries. Returns the others: the seconds to its answer, and `retry_busy`."""
     request.group = check_group(options.get("group", ""))
     request.priority = check_priority(options.get("priority", 0))

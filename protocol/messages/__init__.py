@@ -21,6 +21,7 @@ from enginepool.protocol.chat import MAX_TEMPLATE_TOKENS as MAX_TEMPLATE_TOKENS
 from enginepool.protocol.chat import ChatTemplate as ChatTemplate
 from enginepool.protocol.messages.adapters import *
 from enginepool.protocol.messages.control import *
+from enginepool.protocol.messages.decode import *
 from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.generate import *
 from enginepool.protocol.messages.link import *
@@ -33,10 +34,10 @@ from enginepool.protocol.messages.weight_reports import *
 from enginepool.protocol.messages.weights import *
 
 #: a request whose answer has a row for each of its rows
-RowRequest = Score | Embed | Logprobs
+RowRequest = Score | Embed | Logprobs | Decode
 
 FromClient = (
-    Hello | Score | Embed | Logprobs | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
+    Hello | Score | Embed | Logprobs | Decode | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
     | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | LoadAdapter
     | UnloadAdapter | Ping | Pong
 )  # fmt: skip

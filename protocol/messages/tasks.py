@@ -57,7 +57,8 @@ class Done(Message, tag="done"):
 
 
 class Tokenized(Message, tag="tokenized"):
-    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item.
+    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item. Of token ids
+    that were decoded: frames `texts` utf8 and `text_lengths` uint32, one row for each row.
 
     `truncated`: how many rows were cut. `labels`: the tokens of the labels, as many as were asked for. Without frames in the
     task there are none here. `code`, `message`: why there are none; `field`, `limit`: of a `bad_request`."""
@@ -105,7 +106,8 @@ class Tokenize(Message, tag="tokenize"):
     """Turn text into ids: frames as in the request of `operation`, utf8. Each row is tokenized as the concatenation of query
     and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair.
     `truncation`: of items in rows of more than `longest` tokens. `labels`: texts that are one token each. Rows of ids that have
-    such labels are not sent: then there are no frames. `chat`: items are chats."""
+    such labels are not sent: then there are no frames. `chat`: items are chats.
+    Of `operation` `decode` the frames are token ids, whose texts are wanted; `skip_special_tokens`: without special tokens."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -116,3 +118,4 @@ class Tokenize(Message, tag="tokenize"):
     longest: int = 0
     labels: list[str] = []
     chat: ChatTemplate | None = None
+    skip_special_tokens: bool = True

@@ -264,6 +264,28 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
             assert before == 300 or reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
 
 
+def test_token_ids_are_decoded_as_the_tokenizer_of_the_model_decodes_them(daemon: Daemon, reference: Reference) -> None:
+    chance = random.Random(3)
+    tokenizer = reference.tokenizer
+    # Bytes of texts in every order: parts of characters are replaced.
+    rows = [[chance.randrange(THINK_END) for _ in range(chance.randrange(50))] for _ in range(40)]
+    rows += [tokenizer.encode("grün, 日本語 👍"), [VOCAB - 1]]
+    eos = tokenizer.eos_token_id
+
+    async def scenario() -> list[str]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):
+            await pool.ready(START_S)
+            with pytest.raises(BadRequest, match=r"rows\[1\]\[0\]: token id 512 is outside the vocabulary of 512"):
+                await pool.decode([[1], [VOCAB]])
+            with_special = await pool.decode([[eos, eos]], skip_special_tokens=False)
+            assert with_special == [2 * tokenizer.decode([eos])] and await pool.decode([[eos]]) == [""]
+            every = await pool.decode([[token] * 100 for token in range(THINK_END)], skip_special_tokens=False)
+            assert every == tokenizer.batch_decode([[token] * 100 for token in range(THINK_END)])
+            return await pool.decode(rows)
+
+    assert asyncio.run(scenario()) == tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
 def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> None:
     async def scenario() -> Generations:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):

@@ -13,6 +13,7 @@ from enginepool.protocol.basis import Dtype
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
+    Decode,
     Embed,
     ErrorReply,
     FrameSpec,
@@ -71,6 +72,7 @@ class FakeCoordinator:
         self.heard: queue.Queue[FromClient] = queue.Queue()
         self.scores: list[Score] = []
         self.embeds: list[Embed] = []
+        self.decodes: list[Decode] = []
         self.logprobs: list[Logprobs] = []
         #: log-probabilities have a column too few
         self.short_rows = False
@@ -159,6 +161,8 @@ class FakeCoordinator:
             specs = [FrameSpec("embeddings", "float32", embeddings.shape)]
             result = Result(message.id, 2, [1], Usage(rows, len(payload[0])), Timings(1500, 2_000_000), specs)
             self._send(link, result, [embeddings.tobytes()])
+        elif isinstance(message, Decode):
+            self._decode(link, message, payload)
         elif isinstance(message, Logprobs):
             self.logprobs.append(message)
             self.payloads.append(payload)
@@ -195,3 +199,17 @@ class FakeCoordinator:
 
     def _send(self, link: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
         self._socket.send_multipart([link, msgspec.msgpack.encode(message), *frames])
+
+    def _decode(self, link: bytes, message: Decode, payload: list[bytes]) -> None:
+        """Each id is a character of Latin-1."""
+        self.decodes.append(message)
+        if self.vocab is not None:
+            text = f"items[0][1]: token id 9 is outside the vocabulary of {self.vocab}"
+            self._send(link, ErrorReply("bad_request", text, message.id, field="items[0][1]", limit=str(self.vocab)))
+            return
+        ids, lengths = (np.frombuffer(frame, np.uint32) for frame in payload)
+        texts = ["".join(map(chr, row.tolist())).encode() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+        joined = b"".join(texts)
+        specs = [FrameSpec("texts", "utf8", (len(joined),)), FrameSpec("text_lengths", "uint32", (len(texts),))]
+        result = Result(message.id, 2, [], Usage(len(texts), len(ids)), Timings(1500, 0), specs)
+        self._send(link, result, [joined, np.array([*map(len, texts)], np.uint32).tobytes()])

@@ -377,6 +377,27 @@ def _embed(
     return Invalid(name, "client-coordinator", about, code, field, stage, _hex(header, *arrays), model)
 
 
+def _decodes() -> list[Invalid]:
+    """Requests to decode that are wrong."""
+    h, c, m, bad = "header", "content", "model", "bad_request"
+
+    def decode(name: str, about: str, code: str, field: str, stage: str, model: str = "", **changes: Any) -> Invalid:
+        arrays: tuple[Array, ...] = changes.pop("arrays", SHARED[1:])
+        header = {"type": "decode", "id": 1, "frames": _specs(*arrays), **changes}
+        return Invalid(name, "client-coordinator", about, code, field, stage, _hex(header, *arrays), model)
+
+    words = (text("items", "ab"), lengths("item_lengths", 2))
+    outside = (ids("items", 21, 1000), lengths("item_lengths", 1, 1))
+    return [
+        decode("decode-skip-integer", "1 is no bool", bad, "skip_special_tokens", h, skip_special_tokens=1),
+        decode("decode-text", "text is text already", bad, "items", c, arrays=words),
+        decode("decode-with-query", "it has no query", "malformed", "frames", c, arrays=SHARED),
+        decode("decode-row-empty", "row 1", bad, "items[1]", c, arrays=(ids("items", 21), lengths("item_lengths", 1, 0))),
+        decode("decode-outside", "the vocabulary has 1000", bad, "items[1][0]", m, model="causal", arrays=outside),
+        decode("decode-without-tokenizer", "this model has none", bad, "type", m, model="classifier"),
+    ]
+
+
 def _embeddings() -> list[Invalid]:
     """Requests to embed that are wrong."""
     h, c, m, bad = "header", "content", "model", "bad_request"
@@ -879,6 +900,7 @@ INVALID = [
     *_content(),
     *_model(),
     *_embeddings(),
+    *_decodes(),
     *_responses(),
     *GENERATIONS,
     *_link(),

@@ -31,8 +31,9 @@ CAUSAL: dict[str, Any] = {
     "batch_rows": 8,
     "inflight_tokens": 128,
     "inflight_rows": 16,
+    "token_bytes": 4,
 }
-CLASSIFIER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "hidden": 4, "text": False}
+CLASSIFIER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "hidden": 4, "text": False, "token_bytes": 0}
 EMBEDDING: dict[str, Any] = {**CAUSAL, "kind": "embedding", "operations": ["embed"], "embedding": 4, "dimensions": [2, 4]}
 CROSS_ENCODER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "separator": 20, "activation": "sigmoid"}
 
@@ -57,6 +58,8 @@ _SCORE: dict[str, Any] = {
 }
 
 
+_DECODE: dict[str, Any] = {"type": "decode", "id": 3, "frames": _specs(ITEMS, ITEM_LENGTHS)}
+_TEXTS = (text("texts", "Grüße👍"), lengths("text_lengths", 7, 4))
 _EMBED: dict[str, Any] = {"type": "embed", "id": 1, "frames": _specs(ITEMS, ITEM_LENGTHS)}
 _LOGPROBS: dict[str, Any] = {"type": "logprobs", "id": 1, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)}
 _PAIRS = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ITEMS, ITEM_LENGTHS)
@@ -173,6 +176,14 @@ def _from_client() -> list[Valid]:
                 "truncation": "error",
             },
             _EMBED_TEXT,
+        ),
+        Valid("decode", way, "two rows of 2 and 1 ids", _DECODE, (ITEMS, ITEM_LENGTHS)),
+        Valid(
+            "decode-all-fields",
+            way,
+            "every field differs from its default",
+            {**_DECODE, "group": "policy", "skip_special_tokens": False, "priority": -1000, "timeout_ms": 1},
+            (ITEMS, ITEM_LENGTHS),
         ),
         Valid("logprobs", way, "two responses to one prompt", _LOGPROBS, (QUERY, ITEMS, ITEM_LENGTHS)),
         Valid(
@@ -340,6 +351,22 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(EMBEDDINGS),
             },
             (EMBEDDINGS,),
+        ),
+        Valid(
+            "result-decode",
+            way,
+            "the answer to `decode`",
+            {
+                "type": "result",
+                "id": 3,
+                "version": 3,
+                "forwards": [],
+                "usage": [2, 3],
+                "timings": [150, 0],
+                "frames": _specs(*_TEXTS),
+                "workers": ["policy/0"],
+            },
+            _TEXTS,
         ),
         Valid(
             "result-logprobs",
@@ -833,6 +860,13 @@ def _from_worker() -> list[Valid]:
             tokens,
         ),
         Valid(
+            "tokenized-decode",
+            way,
+            "two rows of texts",
+            {"type": "tokenized", "task": [EPOCH, 14], "frames": _specs(*_TEXTS)},
+            _TEXTS,
+        ),
+        Valid(
             "tokenized-failed",
             way,
             "the tokenizer refused",
@@ -1077,6 +1111,19 @@ def _to_worker() -> list[Valid]:
             "the text of another operation than score",
             {"type": "tokenize", "task": [EPOCH, 8], "frames": _specs(*words), "operation": "example"},
             words,
+        ),
+        Valid(
+            "tokenize-decode",
+            way,
+            "the ids of `decode-all-fields`",
+            {
+                "type": "tokenize",
+                "task": [EPOCH, 14],
+                "frames": _specs(ITEMS, ITEM_LENGTHS),
+                "operation": "decode",
+                "skip_special_tokens": False,
+            },
+            (ITEMS, ITEM_LENGTHS),
         ),
         Valid("drain", way, "finish and end", {"type": "drain"}),
         Valid(

@@ -39,7 +39,7 @@ from enginepool.workers.sim.generation import SimGenerator
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
-from enginepool.workers.sim.text import BYTE_OFFSET, text_ids
+from enginepool.workers.sim.text import BYTE_OFFSET, TOKEN_BYTES, decoded, text_ids
 from enginepool.workers.sim.turns import ForwardTurns
 from enginepool.workers.sim.weights import SimWeights
 from enginepool.workers.texts import TextIds, TextTask
@@ -88,6 +88,7 @@ class SimEngine:
             engine="sim",
             device="none",
             text=o.vocab >= BYTE_OFFSET + 256,
+            token_bytes=TOKEN_BYTES if o.vocab >= BYTE_OFFSET + 256 else 0,
             features=("chat_template",) if o.chat_template and o.vocab >= BYTE_OFFSET + 256 else (),
             max_item=MAX_ITEM if settings.packed else 0,
             cached_query=cached,
@@ -212,6 +213,10 @@ class SimEngine:
         if not self._capabilities.text:
             raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")
         return text_ids(task, self.options.separator)
+
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """As `text.decoded` says."""
+        return [decoded(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch, after the running one and those of higher priority."""

@@ -1,4 +1,4 @@
-"""The tokenizer of the sim engine: one token for each byte of UTF-8, and a cross-encoder's separators."""
+"""The tokenizer of the sim engine: one token for each byte of UTF-8, and a cross-encoder's separators. It decodes, too."""
 
 from enginepool.protocol.chat import read_chats
 from enginepool.protocol.errors import WireError
@@ -7,6 +7,8 @@ from enginepool.workers.truncated_rows import drop, refuse_nothing_left, too_lon
 
 #: token id of the byte 0; ids below are special
 BYTE_OFFSET = 3
+#: bytes of text of a token: of a byte that is no UTF-8, and of a special token
+TOKEN_BYTES = 3
 
 
 def text_ids(task: TextTask, separator: int | None) -> TextIds:
@@ -26,6 +28,17 @@ def text_ids(task: TextTask, separator: int | None) -> TextIds:
         refuse_nothing_left(len(rows[i]) - len(of_item), asked, i)
         rows[i] = drop(rows[i], of_item, asked)
     return TextIds(rows, len(longer), [_label_id(i, label) for i, label in enumerate(asked.labels)])
+
+
+def decoded(row: list[int], *, skip_special_tokens: bool) -> str:
+    """The text of token ids: each special one has a name, and ids above those of bytes have no text."""
+    data = bytearray()
+    for token in row:
+        if token >= BYTE_OFFSET:
+            data += bytes([token - BYTE_OFFSET]) if token < BYTE_OFFSET + 256 else b""
+        elif not skip_special_tokens:
+            data += f"<{token}>".encode()
+    return data.decode(errors="replace")
 
 
 def _rendered(chat: list[dict[str, str]], add_generation_prompt: bool) -> str:

@@ -66,7 +66,7 @@ def _possible_sequences(can: Capabilities) -> bool:
 
 
 #: capabilities that all workers of a group share
-_MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
+_MODEL = ("kind", "vocab", "labels", "text", "token_bytes", "separator", "activation")
 #: capabilities in which also workers of one class may differ; they share all others
 _OWN = ("model", "engine", "device", "dtype", "parallel", "pace", "forward_ms", "halvings", "reserved")
 _CLASS = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)

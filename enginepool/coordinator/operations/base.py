@@ -75,6 +75,8 @@ class Operation(Protocol[W]):
     name: str
     #: what truncation cuts
     truncates: Literal["items", "query"] = "items"
+    #: a worker's tokenizer answers it, and no engine runs it: workers of all kinds serve it
+    of_tokenizer: bool = False
 
     def open(self, message: Any, frames: Sequence[Buffer]) -> Work:
         """The work that `message` asks for, as far as it can be checked without knowing the model.
@@ -117,6 +119,10 @@ class Operation(Protocol[W]):
     def charge(self, work: W, can: Capabilities | None) -> tuple[int, int] | None:
         """What `memory.charge` says, of an operation whose answers are no rows of `outputs`."""
         return None
+
+    def describe(self, work: W, can: Capabilities | None) -> str:
+        """What its answer is made of, for an error about its size."""
+        return f"{work.rows} rows of {sum(columns for _, columns in self.outputs(work, can))} float32"
 
     def tokenize(self, work: W, task: TaskId) -> Tokenize:
         """The message that asks a worker for the ids of `work`, which is text."""

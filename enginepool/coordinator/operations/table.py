@@ -3,10 +3,11 @@
 from typing import Any
 
 from enginepool.coordinator.operations.base import Operation
+from enginepool.coordinator.operations.decode import DECODE
 from enginepool.coordinator.operations.embed import EMBED
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.coordinator.operations.logprobs import LOGPROBS
 from enginepool.coordinator.operations.score import SCORE
-from enginepool.protocol.messages import Embed, Generate, Logprobs, Score
+from enginepool.protocol.messages import Decode, Embed, Generate, Logprobs, Score
 
-OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE, Embed: EMBED, Logprobs: LOGPROBS, Generate: GENERATE}
+OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE, Embed: EMBED, Logprobs: LOGPROBS, Decode: DECODE, Generate: GENERATE}

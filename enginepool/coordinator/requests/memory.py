@@ -103,7 +103,7 @@ def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: 
     if not work.operation.knows_outputs(work, can):
         return None
     if answer > message_bytes:
-        what = f"items: an answer of {answer} bytes, {work.rows} rows of {columns_of(work, can)} float32"
+        what = f"items: an answer of {answer} bytes, {work.operation.describe(work, can)}"
         return WireError("too_large", f"{what}; at most {message_bytes}", field="items", limit=str(message_bytes))
     if held > limits.window_bytes:
         what = f"items: the request and its answer take {held} bytes; at most {limits.window_bytes}"

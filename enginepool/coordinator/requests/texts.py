@@ -1,13 +1,16 @@
 """Requests of text: a worker tokenizes them, or is lost while it has them. Pure."""
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_text, enter_request
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.decode import check_texts
 from enginepool.coordinator.operations.labels import remember
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Result, Timings, Usage
 
 
 def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -> None:
@@ -28,6 +31,9 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
         return
     group = request.group
     old = request.work
+    if old.operation.of_tokenizer:
+        _decoded(requests, worker, request, e)
+        return
     try:
         work = with_ids(old, e.specs, e.frames, e.truncated, e.labels)
     except MemoryError:
@@ -47,6 +53,21 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     enter_request(request, QUEUED)
     if requests.classify(request):
         request.queue.push(request)
+
+
+def _decoded(requests: RequestLifecycle, worker: Worker, request: Request, e: ev.TextTokenized) -> None:
+    """The texts of token ids: the answer."""
+    work = request.work
+    try:
+        check_texts(work.rows, request.answer, e.specs, e.frames)
+    except WireError as error:
+        requests.fail(request, "engine_error", error.message)
+        return
+    timings = Timings(int((requests.core.now - request.arrival) * 1e6), 0)
+    usage = Usage(work.rows, work.tokens)
+    requests.finish_with(
+        request, Result(request.id, worker.version, [], usage, timings, list(e.specs), workers=worker.named), e.frames
+    )
 
 
 def texts_lost(requests: RequestLifecycle, worker: Worker, reason: str) -> None:

@@ -25,10 +25,10 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     if packed is None:
         if plain is None:
             return expected
-        if operation.name not in plain.operations:
+        if not _serves(plain, work):
             return _unserved(work, plain)
         return operation.refuse(work, plain) or PLAIN
-    if operation.name not in packed.operations:
+    if not _serves(packed, work):
         return classes_of(work, plain, None, PLAIN) if expected & PLAIN else _unserved(work, packed)
     if wrong := operation.refuse(work, packed, alone=False):
         return wrong
@@ -36,7 +36,7 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
         return PACKED if operation.packs(work, packed) else operation.why_not_packed(work, packed)
     wrong = None
     if plain is not None:
-        wrong = operation.refuse(work, plain) if operation.name in plain.operations else _unserved(work, plain)
+        wrong = operation.refuse(work, plain) if _serves(plain, work) else _unserved(work, plain)
     if work.text:
         # Its ids may be packed, but for an answer of which packed workers do not say how large it is.
         return wrong or (expected if operation.knows_outputs(work, packed) else PLAIN)
@@ -44,6 +44,10 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     if wrong is None:
         return found | PLAIN
     return found or wrong
+
+
+def _serves(can: Capabilities, work: Work) -> bool:
+    return work.operation.name in can.operations or work.operation.of_tokenizer
 
 
 def _unserved(work: Work, can: Capabilities) -> WireError:

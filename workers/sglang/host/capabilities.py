@@ -17,6 +17,7 @@ from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
 from enginepool.workers.sglang.text.chat_rows import has_template
+from enginepool.workers.sglang.text.engine_tokenizer import token_bytes
 
 
 async def what_runs(engine: Any) -> Running:
@@ -70,6 +71,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         device=settings.device,
         **_built(tm, running),
         text=tokenizer is not None,
+        token_bytes=token_bytes(tokenizer),
         features=features,
         max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
@@ -95,7 +97,8 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
     """As `capabilities_of`, of an engine that generates."""
     if not tm.is_generation:
         raise SettingsError("operations: this model predicts no next token, so it cannot generate")
-    bounds, text = generation_budgets(running), tokenizer_of(tm) is not None
+    bounds, tokenizer = generation_budgets(running), tokenizer_of(tm)
+    text = tokenizer is not None
     ends_by_model = bounds.context == running.longest + 1 and running.kv_tokens >= tm.context_len
     kept = tm.context_len - bounds.context if ends_by_model else 0
     features = (*generation_features(running.settings, text), *media_features(tm), *adapter_features(running.settings))
@@ -105,7 +108,7 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
             raise SettingsError(f"operations: this model is for {', '.join(rows)} and generate, not for {missing[0]}")
         bounds = mixed_budgets(settings, running, bounds)
         kept = reserved(running, bounds.context, tm.context_len)
-        features += ("chat_template",) if has_template(tokenizer_of(tm)) else ()
+        features += ("chat_template",) if has_template(tokenizer) else ()
     return Capabilities(
         kind="causal",
         operations=settings.operations,
@@ -115,6 +118,7 @@ def _generating(tm: Any, name: str, version: str, settings: EngineSettings, runn
         device=settings.device,
         **_built(tm, running),
         text=text,
+        token_bytes=token_bytes(tokenizer),
         features=features,
         hidden=hidden_of(running.settings, tm.model_config.hidden_size),
         experts=experts_of(running.settings, tm.model_config.hf_text_config),

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +38,11 @@ from enginepool.workers.sglang.host.memory import EngineMemory
 from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import Running, SettingsError
-from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
-from enginepool.workers.sglang.text.text_ids import text_ids
+from enginepool.workers.sglang.text.engine_tokenizer import EngineTokenizer
 from enginepool.workers.sglang.weights.updates import SglangWeights
 from enginepool.workers.texts import TextIds, TextTask
 
@@ -73,8 +70,7 @@ class SglangEngine:
         self._prefixes: PrefixReport | None = None
         self._events: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        #: One thread: the tokenizer's state may not be borrowed twice.
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._tokenizer = EngineTokenizer()
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -215,16 +211,12 @@ class SglangEngine:
     async def tokenize(self, task: TextTask) -> TextIds:
         """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
         unless `raw`, as its tokenizer joins a pair. Raises WireError `bad_request`, or EngineError."""
-        capabilities = self._serving()
-        tokenizer = tokenizer_of(self._tm)
-        if tokenizer is None:
-            raise EngineError("the model has no tokenizer: send token ids")
-        pairs = self._tm.model_config.hf_config if capabilities.separator is not None else None
-        encode = partial(text_ids, tokenizer, task, pairs, capabilities.context)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
-        except (ValueError, TypeError) as error:
-            raise EngineError(f"the tokenizer refused the text: {one_line(error)}") from error
+        return await self._tokenizer.ids(self._tm, task, self._serving())
+
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """The text of each row of token ids. Raises EngineError."""
+        self._serving()
+        return await self._tokenizer.texts(self._tm, rows, skip_special_tokens=skip_special_tokens)
 
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. A part that is wrong gets its own error; the others run.
@@ -326,7 +318,7 @@ class SglangEngine:
             if reader is not None:
                 reader.cancel()
                 await asyncio.wait([reader])
-        self._tokenizing.shutdown(wait=False)
+        self._tokenizer.close()
         with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread: then there is none to remove
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that was dying may still send one

@@ -1,0 +1,72 @@
+"""What an engine's tokenizer makes of texts and of token ids, and how long the text of a token is. No SGLang here."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import EngineError
+from enginepool.workers.sglang.host.lifetime import one_line
+from enginepool.workers.sglang.host.tokenizer import tokenizer_of
+from enginepool.workers.sglang.text.text_ids import text_ids
+from enginepool.workers.texts import TextIds, TextTask
+
+#: bytes of U+FFFD, which stands for each byte that is no UTF-8
+_REPLACED = 3
+
+
+def token_bytes(tokenizer: Any) -> int:
+    """The bytes of text that one token adds at most; 0: there is no tokenizer, or it has no vocabulary to look at.
+
+    The text of several tokens has at most as many bytes as the texts of each, and a space more for each: a part of a character
+    alone is replaced by what is not shorter. The text of a token is decoded only if its name is so long that it might be the
+    longest: a name has at least a character for each byte, and that byte may be replaced.
+    """
+    if not hasattr(tokenizer, "get_vocab"):
+        return 0
+    bounds = sorted(((_longest(name), token) for name, token in tokenizer.get_vocab().items()), reverse=True)
+    longest = 0
+    for bound, token in bounds:
+        if bound <= longest:
+            break
+        longest = max(longest, len(tokenizer.decode([token]).encode("utf-8", "replace")))
+    return longest + 1
+
+
+def _longest(name: str | bytes) -> int:
+    return max(_REPLACED * len(name), len(name if isinstance(name, bytes) else name.encode("utf-8", "replace")))
+
+
+class EngineTokenizer:
+    """One thread with the model's tokenizer, whose state may not be borrowed twice."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    async def ids(self, tm: Any, task: TextTask, can: Capabilities) -> TextIds:
+        """Token ids of texts. Raises WireError `bad_request`, or EngineError."""
+        pairs = tm.model_config.hf_config if can.separator is not None else None
+        return await self._run("text", partial(text_ids, self._of(tm), task, pairs, can.context))
+
+    async def texts(self, tm: Any, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """The text of each row. Raises EngineError."""
+        decode = partial(self._of(tm).decode, skip_special_tokens=skip_special_tokens)
+        return await self._run("ids", lambda: [decode(row) for row in rows])
+
+    @staticmethod
+    def _of(tm: Any) -> Any:
+        tokenizer = tokenizer_of(tm)
+        if tokenizer is None:
+            raise EngineError("the model has no tokenizer: send token ids")
+        return tokenizer
+
+    async def _run(self, what: str, work: Any) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"the tokenizer refused the {what}: {one_line(error)}") from error
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._thread.shutdown(wait=False)
