@@ -127,6 +127,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     media_root: str = ""
     #: prefixes of URLs from which workers fetch them, such as https://images.example.com/public/; empty: none is fetched
     media_urls: list[str] = []
+    #: the folder, on the hosts of the workers, under which profiles of their engines are written; empty: none is taken
+    profile_root: str = ""
     #: further settings for the engine, by its own names
     options: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Commands of the coordinator, run between two batches of the engine. To resume, a worker has nothing to do."""
+"""Commands of the coordinator, one after the other, most of them between two batches. To resume, a worker has nothing to do."""
 
 import asyncio
 import time
@@ -12,6 +12,7 @@ from enginepool.workers.engine import Engine, EngineDied, EngineError
 from enginepool.workers.events import CommandDone, EngineLost, WorkerEvent
 from enginepool.workers.failures import one_line
 from enginepool.workers.generation import GenerationRunner
+from enginepool.workers.profiling import Profiling
 
 T = TypeVar("T")
 #: an engine that takes longer hangs: it may copy all of its weights to the host's memory and back
@@ -25,12 +26,15 @@ class CommandRunner:
         feed: takes what happens.
         between: the door of the engine.
         generations: those that run in it.
+        profiling: its profiles.
     """
 
     def __init__(
-        self, engine: Engine, feed: Callable[[WorkerEvent], None], between: BetweenBatches, generations: GenerationRunner
-    ) -> None:
+        self, engine: Engine, feed: Callable[[WorkerEvent], None], between: BetweenBatches, generations: GenerationRunner,
+        profiling: Profiling,
+    ) -> None:  # fmt: skip
         self._engine, self._feed, self._between, self._generations = engine, feed, between, generations
+        self._profiling = profiling
         #: one command after the other, in the order in which they came
         self._turn = asyncio.Lock()
         #: the parts of the engine's memory that are released
@@ -42,7 +46,7 @@ class CommandRunner:
         try:
             async with self._turn:
                 before = self._asleep
-                lost_weights = await self._run(command)
+                lost_weights = await self._run(command, answer)
                 asleep = None if self._asleep == before else sorted(self._asleep)
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
@@ -51,8 +55,8 @@ class CommandRunner:
             answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else one_line(error)
         self._feed(CommandDone(time.monotonic(), answer, asleep, lost_weights))
 
-    async def _run(self, command: Command) -> bool:
-        """Whether the weights are lost by it."""
+    async def _run(self, command: Command, answer: Commanded) -> bool:
+        """Whether the weights are lost by it. `answer` gets a remark, where there is one."""
         tags = frozenset[MemoryTag](command.tags or get_args(MemoryTag))
         if command.command == "flush":
             if "kv_cache" not in self._asleep:  # what sleeps keeps no prefixes
@@ -67,6 +71,10 @@ class CommandRunner:
         elif command.command == "wake" and (found := sorted(tags & self._asleep)):
             await self._when_empty("wake", partial(self._in_time, self._engine.wake, found))
             self._asleep -= tags
+        elif command.command == "start_profile":
+            answer.message = await self._profiling.start(command)
+        elif command.command == "stop_profile":
+            answer.message = await self._profiling.stop(command)
         return False
 
     async def _in_time(self, change: Callable[[list[MemoryTag]], Awaitable[T]], tags: list[MemoryTag]) -> T:

@@ -203,6 +203,19 @@ class BatchOutcome:
 Report = Callable[[str, str], None]
 
 
+class EngineProfiler(Protocol):
+    """Records what an engine computes while it serves, for its developers."""
+
+    async def start(self, folder: str, steps: int) -> None:
+        """Begin to record for files in `folder`: so many forwards, or with 0 until `stop`. Nothing is recorded yet. Raises
+        EngineError: nothing is then, either; EngineDied."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, or nothing where its forwards are over: the files are whole. Raises EngineError, EngineDied."""
+        ...
+
+
 class Engine(Protocol):
     """One model on one device set, in this process."""
 
@@ -214,6 +227,11 @@ class Engine(Protocol):
     @property
     def weights(self) -> EngineWeights:
         """Its weights. Raises EngineError before it is started."""
+        ...
+
+    @property
+    def profiler(self) -> EngineProfiler:
+        """Its profiler. Raises EngineError before it is started."""
         ...
 
     async def tokenize(self, task: TextTask) -> TextIds:

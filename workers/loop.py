@@ -55,6 +55,7 @@ from enginepool.workers.log import report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.media_reader import MediaReader
 from enginepool.workers.prefix_report import PrefixReport
+from enginepool.workers.profiling import Profiling
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
@@ -96,7 +97,8 @@ class WorkerProcess:
         self.adapters = AdapterRunner(engine, spec.adapter_roots, spec.adapter_store)
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
-        self.commands = CommandRunner(engine, self.feed, self.between, self.generations)
+        profiling = Profiling(engine, spec.profile_root, (spec.group, spec.incarnation), self._spawn)
+        self.commands = CommandRunner(engine, self.feed, self.between, self.generations, profiling)
         self.prefixes = PrefixReport()
         engine.report_prefixes(self.prefixes)
         self.pauses = EnginePauses(engine)

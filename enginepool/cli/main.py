@@ -22,6 +22,7 @@ from enginepool.cli.generate import generate
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.logprobs import logprobs
 from enginepool.cli.pause import pause, resume
+from enginepool.cli.profile import profile
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
 from enginepool.cli.score import score
@@ -57,6 +58,7 @@ app.command()(wake)
 app.command()(pause)
 app.command()(resume)
 app.command()(abort)
+app.command()(profile)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 app.add_typer(adapters)

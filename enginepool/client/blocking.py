@@ -84,6 +84,8 @@ class BlockingPool(StreamingFacade):
     pause = blocking(Pool.pause)
     resume = blocking(Pool.resume)
     abort = blocking(Pool.abort)
+    start_profile = blocking(Pool.start_profile)
+    stop_profile = blocking(Pool.stop_profile)
     load_adapter = blocking(Pool.load_adapter)
     unload_adapter = blocking(Pool.unload_adapter)
     ready = blocking(Pool.ready)

@@ -2,9 +2,16 @@
 
 from collections.abc import Sequence
 
-from enginepool.client.arguments import bad, check_group, check_timeout, check_worker
+from enginepool.client.arguments import bad, check_group, check_int, check_timeout, check_worker
 from enginepool.client.connection import Connection
-from enginepool.protocol.messages.control import CommandName, Control, ControlReport, MemoryTag
+from enginepool.protocol.messages.control import (
+    MAX_PROFILE_S,
+    MAX_PROFILE_STEPS,
+    CommandName,
+    Control,
+    ControlReport,
+    MemoryTag,
+)
 
 #: the parts of an engine's memory that can be released
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
@@ -98,6 +105,46 @@ class ControlCalls:
             DeadlineExceeded: no answer within `timeout` seconds.
         """
         return (await self._command(Control(0, "abort", check_group(group)), timeout)).aborted
+
+    async def start_profile(
+        self, group: str = "", *, seconds: float = 10.0, steps: int = 0, worker: str = "",
+        timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> ControlReport:  # fmt: skip
+        """Have the engines of a group, or of one worker, record what they compute; needs the role `admin`.
+
+        SGLang's profiler traces its schedulers, on CPU and GPU. `stop_profile` ends it. Without that the worker does, so that a
+        caller that is gone leaves none running. Each worker writes into a folder of its own under `profile_root` of the group,
+        on its host: the message of each row of the report is that folder. An engine is slower meanwhile, and stands still
+        while it writes its traces.
+
+        Args:
+            seconds: the profile ends after so many; 300 at most.
+            steps: and after so many forwards, which keeps traces small; 0: it does not matter how many.
+            worker: a name of the status report; "" for all.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            BadRequest: the group has no such worker, or an argument is out of bounds.
+            Forbidden: this client's role is not enough.
+            DeadlineExceeded: no answer within `timeout` seconds.
+        """
+        limit = check_timeout(seconds, "seconds")
+        if limit is None or limit > MAX_PROFILE_S:
+            raise bad("seconds", f"seconds: {limit}; more than 0, at most {MAX_PROFILE_S}", str(MAX_PROFILE_S))
+        forwards = check_int("steps", steps, 0, MAX_PROFILE_STEPS)
+        asked = Control(0, "start_profile", check_group(group), check_worker(worker), seconds=limit, steps=forwards)
+        return await self._command(asked, timeout)
+
+    async def stop_profile(
+        self, group: str = "", *, worker: str = "", timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> ControlReport:  # fmt: skip
+        """End what `start_profile` began, also where it has ended by itself since; needs the role `admin`.
+
+        The traces are whole in the folders that the report names. A worker that has none to end says so: it failed.
+
+        Raises: as `start_profile`.
+        """
+        return await self._command(Control(0, "stop_profile", check_group(group), check_worker(worker)), timeout)
 
     async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
         return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]

@@ -6,7 +6,11 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 
-CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort"]
+CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort", "start_profile", "stop_profile"]
+#: commands of operators: they take the work of others, or write files
+OF_ADMINS: frozenset[CommandName] = frozenset({"abort", "start_profile", "stop_profile"})
+#: seconds and forwards of a profile, of which an engine keeps everything in its memory
+MAX_PROFILE_S, MAX_PROFILE_STEPS = 300, 10_000
 #: a part of an engine's memory, by SGLang's names
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -16,7 +20,8 @@ class Control(Message, tag="control"):
 
     flush: forget all prefixes that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]:
     all parts). pause, resume: start no work of the group, and take back its generations; start work again. abort: end all
-    requests of the group, of all clients; no worker is asked.
+    requests of the group, of all clients; no worker is asked. start_profile: engines write what they compute into files under
+    `profile_root` of the group, for `steps` forwards (0: without a limit), and at most `seconds`. stop_profile: end that.
     """
 
     id: int
@@ -24,6 +29,8 @@ class Control(Message, tag="control"):
     group: str = ""
     worker: str = ""
     tags: list[MemoryTag] = []
+    seconds: float = 10.0
+    steps: int = 0
 
 
 class WorkerOutcome(msgspec.Struct, omit_defaults=True):
@@ -46,15 +53,17 @@ class ControlReport(Message, tag="control_report"):
 
 
 class Command(Message, tag="command"):
-    """Run a command of `control` between two batches. Answered by `commanded`."""
+    """Run a command of `control` between two batches; one about a profile at once. Answered by `commanded`."""
 
     task: TaskId
     command: CommandName
     tags: list[MemoryTag] = []
+    seconds: float = 10.0
+    steps: int = 0
 
 
 class Commanded(Message, tag="commanded"):
-    """The answer to `command`."""
+    """The answer to `command`. `message`: why it failed, or a remark without `code`."""
 
     task: TaskId
     code: str = ""

@@ -26,6 +26,7 @@ from enginepool.workers.events import (
     WorkerEvent,
 )
 from enginepool.workers.generation import GenerationRunner
+from enginepool.workers.profiling import Profiling
 from enginepool.workers.sim.engine import SimEngine
 from tests.core.test_worker_machine import batch, hear, ready, run, sent
 
@@ -116,7 +117,8 @@ class Runner:
         self.between = BetweenBatches()
         self.tasks: set[asyncio.Task[None]] = set()
         generations = GenerationRunner(self.engine, self.said.append, self.spawn, self.between)
-        self.runner = CommandRunner(self.engine, self.said.append, self.between, generations)
+        profiling = Profiling(self.engine, "", ("g", "w"), self.spawn)
+        self.runner = CommandRunner(self.engine, self.said.append, self.between, generations, profiling)
         self.count = 0
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -368,8 +369,9 @@ class _Host:
         )
 
     async def do(self, name: str, *args: Any) -> Any:
-        """What the method or property of this name gives, of the engine or of its weights."""
-        found = getattr(self._engine if hasattr(self._engine, name) else self._engine.weights, name)
+        """What the method or property of this name gives, of the engine or of its weights; "A.B" is B of A."""
+        whole = self._engine if hasattr(self._engine, name.partition(".")[0]) else self._engine.weights
+        found = attrgetter(name)(whole)
         if not callable(found):
             return found
         outcome = found(*args)

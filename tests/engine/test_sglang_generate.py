@@ -1,5 +1,6 @@
 """Generation on the real engine: its tokens and log-probabilities are those of a direct computation."""
 
+import gzip
 import json
 import os
 import re
@@ -523,3 +524,24 @@ def test_an_operation_that_is_not_the_models_is_refused_by_name(
     with pytest.raises(EngineDied, match=said):
         engine.wait_until_started()
     engine.end()
+
+
+@pytest.mark.every_version
+def test_a_profile_has_the_operators_that_ran_meanwhile(generating: HostedEngine, tmp_path: Path) -> None:
+    def traces(folder: Path) -> list[set[str]]:
+        texts = [gzip.decompress(file.read_bytes()) for file in folder.glob("*.trace.json.gz")]
+        return [{event.get("name", "") for event in json.loads(text)["traceEvents"]} for text in texts]
+
+    for steps in (0, 3):
+        folder = tmp_path / str(steps)
+        generating.call("do", "profiler.start", str(folder), steps)
+        one(generating, task(max_new_tokens=8, ignore_eos=True))
+        assert bool(traces(folder)) == (steps > 0), "it ends by itself after so many forwards"
+        generating.call("do", "profiler.stop")
+        [names] = traces(folder)
+        assert {"aten::mm", "aten::linear"} & names
+    generating.call("do", "profiler.start", str(tmp_path / "0"), 0)
+    generating.call("do", "profiler.stop")
+    with pytest.raises(EngineError, match=r"SGLang did not stop its profiler: .*not in progress"):
+        generating.call("do", "profiler.stop")
+    assert one(generating, task()).reason

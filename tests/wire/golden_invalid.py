@@ -1,5 +1,6 @@
 """The golden messages that must be refused, each wrong in one way, with the error that says so."""
 
+import math
 from typing import Any
 
 from tests.wire.golden import Array, Invalid, Piece, Raw, floats, ids, lengths, pack, text
@@ -839,6 +840,24 @@ def _updates() -> list[Invalid]:
             "worker",
             v,
             _hex({"type": "control", "id": 5, "command": "sleep", "worker": "w" * 5000}),
+        ),
+        Invalid(
+            "control-profile-endless",
+            way,
+            "a profile ends",
+            bad,
+            "seconds",
+            v,
+            _hex({"type": "control", "id": 5, "command": "start_profile", "seconds": math.inf}),
+        ),
+        Invalid(
+            "control-profile-steps",
+            way,
+            "fewer than none",
+            bad,
+            "steps",
+            v,
+            _hex({"type": "control", "id": 5, "command": "start_profile", "steps": -1}),
         ),
         Invalid("sent-digest-missing", way, "of what?", bad, "digest", h, _hex({"type": "sent", "id": 9, "sent_bytes": 1})),
         Invalid(

@@ -161,6 +161,13 @@ def _from_client() -> list[Valid]:
         Valid("control-pause", way, "pause", {"type": "control", "id": 8, "command": "pause", "group": "policy"}),
         Valid("control-resume", way, "resume", {"type": "control", "id": 9, "command": "resume", "group": "policy"}),
         Valid("control-abort", way, "abort", {"type": "control", "id": 10, "command": "abort", "group": "policy"}),
+        Valid(
+            "control-start-profile",
+            way,
+            "twenty forwards of one worker",
+            {"type": "control", "id": 11, "command": "start_profile", "worker": "policy-0", "seconds": 2.5, "steps": 20},
+        ),
+        Valid("control-stop-profile", way, "stop", {"type": "control", "id": 12, "command": "stop_profile"}),
         Valid("control-wake", way, "wake", {"type": "control", "id": 7, "command": "wake", "group": "policy"}),
         Valid(
             "weights-question-tensor",
@@ -342,6 +349,12 @@ def _from_worker() -> list[Valid]:
         ),
         Valid("commanded", way, "it is flushed", {"type": "commanded", "task": [EPOCH, 16]}),
         Valid(
+            "commanded-profile",
+            way,
+            "where the traces are",
+            {"type": "commanded", "task": [EPOCH, 18], "message": "/profiles/policy/policy-0.1a/20260102T030405"},
+        ),
+        Valid(
             "commanded-failed",
             way,
             "it is not",
@@ -481,6 +494,13 @@ def _to_worker() -> list[Valid]:
             "sleep",
             {"type": "command", "task": [EPOCH, 17], "command": "sleep", "tags": ["weights", "kv_cache", "cuda_graph"]},
         ),
+        Valid(
+            "command-start-profile",
+            way,
+            "record twenty forwards",
+            {"type": "command", "task": [EPOCH, 18], "command": "start_profile", "seconds": 2.5, "steps": 20},
+        ),
+        Valid("command-stop-profile", way, "stop", {"type": "command", "task": [EPOCH, 19], "command": "stop_profile"}),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
         Valid(
             "inspect-tensor",

@@ -38,6 +38,7 @@ from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faul
 from enginepool.workers.sim.generation import SimGenerator
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
+from enginepool.workers.sim.profiler import SimProfiler
 from enginepool.workers.sim.table import OPERATIONS
 from enginepool.workers.sim.text import BYTE_OFFSET, TOKEN_BYTES, decoded, text_ids
 from enginepool.workers.sim.turns import ForwardTurns
@@ -62,6 +63,7 @@ class SimEngine:
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
         self.flushes = 0
+        self.profiler = SimProfiler()
         #: released parts of its memory
         self._asleep: set[str] = set()
         #: LoRA adapters that were loaded since it started

@@ -110,7 +110,8 @@ class Commands:
 
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The command to one worker."""
-        return Command(task, self._message.command, list(dict.fromkeys(self._message.tags)))
+        asked = self._message
+        return Command(task, asked.command, list(dict.fromkeys(asked.tags)), asked.seconds, asked.steps)
 
     def take(self, worker: Worker, answer: Commanded, frames: Sequence[Buffer]) -> None:
         """It is done, or failed."""

@@ -76,8 +76,8 @@ def client_event(
     peer.may_send(message, FROM_CLIENT)
     if type(message) is m.Publish and message.new_run:
         peer.need("admin", "new_run", "true")
-    elif type(message) is m.Control and message.command == "abort":
-        peer.need("admin", "command", "abort")
+    elif type(message) is m.Control and message.command in m.OF_ADMINS:
+        peer.need("admin", "command", message.command)
     elif type(message) is m.Sent:
         check_regions(message.regions, pid())
     return make(now, link, message, frames[1:])
@@ -158,6 +158,12 @@ def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.
 
 def _control(now: float, link: Link, command: m.Control, frames: Sequence[Buffer]) -> ev.Event:
     check_names(command, "group", "worker")
+    if not 0 < command.seconds <= m.MAX_PROFILE_S:
+        text = f"seconds: {command.seconds:g}; more than 0, at most {m.MAX_PROFILE_S}"
+        raise bad("seconds", text, str(m.MAX_PROFILE_S))
+    if not 0 <= command.steps <= m.MAX_PROFILE_STEPS:
+        text = f"steps: {command.steps} is outside 0..{m.MAX_PROFILE_STEPS}"
+        raise bad("steps", text, str(m.MAX_PROFILE_STEPS))
     return ev.ControlAsked(now, link, command)
 
 

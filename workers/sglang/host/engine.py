@@ -37,6 +37,7 @@ from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown
 from enginepool.workers.sglang.host.memory import EngineMemory
 from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
+from enginepool.workers.sglang.host.profiler import SglangProfiler
 from enginepool.workers.sglang.host.settings import Running, SettingsError
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
@@ -66,6 +67,7 @@ class SglangEngine:
         self._end = EngineEnd()
         self._weights: SglangWeights | None = None
         self._memory: EngineMemory | None = None
+        self._profiler: SglangProfiler | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._prefixes: PrefixReport | None = None
         self._events: asyncio.Task[None] | None = None
@@ -163,6 +165,7 @@ class SglangEngine:
         tm, requests, unless_over = self._tm, prepared.requests, self._end.unless_over
         weights = SglangWeights(tm, requests, Processes.of(running.settings), unless_over, forget)
         self._memory = EngineMemory(tm, requests, running, self._settings.device, weights, unless_over)
+        self._profiler = SglangProfiler(tm, requests, self._settings.device, unless_over)
         return weights
 
     def _unstarted(self, error: Exception, reason: str) -> EngineDied:
@@ -208,9 +211,15 @@ class SglangEngine:
             raise EngineError("the engine is not started")
         return self._weights
 
+    @property
+    def profiler(self) -> SglangProfiler:
+        """Traces of its schedulers. Raises EngineError before it is started."""
+        self._serving()
+        assert self._profiler is not None
+        return self._profiler
+
     async def tokenize(self, task: TextTask) -> TextIds:
-        """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
-        unless `raw`, as its tokenizer joins a pair. Raises WireError `bad_request`, or EngineError."""
+        """Token ids of each pair, with the special tokens of the model's tokenizer. Raises WireError, or EngineError."""
         return await self._tokenizer.ids(self._tm, task, self._serving())
 
     async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
@@ -282,8 +291,7 @@ class SglangEngine:
             work.forget()
 
     async def sleep(self, tags: list[MemoryTag]) -> bool:
-        """Have SGLang release these parts of its memory; no batch is inside. Returns whether its weights are lost. Raises
-        EngineError: it cannot; EngineDied."""
+        """Have SGLang release parts of its memory; no batch is inside. Returns whether weights are lost. Raises EngineError."""
         self._serving()
         assert self._memory is not None
         self._memory.check()

@@ -121,6 +121,12 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("host/memory.py", REQUESTS, ("ReleaseMemoryOccupationReqInput", "called", "the command sleep")),
     *_private("host/memory.py", REQUESTS, ("ResumeMemoryOccupationReqInput", "called", "the command wake")),
+    *_private(
+        "host/profiler.py", TOKENIZER,
+        ("TokenizerManager.start_profile", "called", "the command start_profile", "self, req"),
+        ("TokenizerManager.stop_profile", "called", "the command stop_profile", "self"),
+    ),
+    *_private("host/profiler.py", REQUESTS, ("ProfileReq", "called", "the command start_profile")),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
     *_private("host/build.py", PROCESSORS, ("CustomLogitProcessor.to_str", "called", "names a class of ours to SGLang", "")),
     *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
