@@ -158,9 +158,10 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
         allowed = f"a worker with options.{sizes} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
         right = len(names) == each and all(names) and len(set(names)) == each
         need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
-    for index, root in enumerate(group.checkpoint_roots):
-        absolute = root.startswith(("/", "~"))
-        need(absolute, f"{at}.checkpoint_roots[{index}]", root, "an absolute path of a directory, or one that begins with ~")
+    for key in ("checkpoint_roots", "save_roots"):
+        for index, root in enumerate(getattr(group, key)):
+            absolute = root.startswith(("/", "~"))
+            need(absolute, f"{at}.{key}[{index}]", root, "an absolute path of a directory, or one that begins with ~")
     for index, root in enumerate(group.adapter_roots):
         absolute = root.startswith(("/", "~")) and "generate" in group.operations
         allowed = "an absolute path of a directory, or one that begins with ~; only with operations = ['generate']"
@@ -235,14 +236,17 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
 
 
 def resolve_roots(config: PoolConfig) -> PoolConfig:
-    """`config` with the `checkpoint_roots` and `adapter_roots` of each group as absolute paths, and without symbolic links as
-    well; the default filled in. The coordinator compares paths as texts, and its workers resolve them again."""
+    """`config` with the roots of each group as absolute paths, and without symbolic links as well; the default of
+    `checkpoint_roots` filled in. The coordinator compares paths as texts, and its workers resolve them again."""
     groups: dict[str, GroupConfig] = {}
     for name, group in config.groups.items():
         model = os.path.expanduser(group.model)
         given = group.checkpoint_roots or ([model] if os.path.isdir(model) else [])
         groups[name] = msgspec.structs.replace(
-            group, checkpoint_roots=_resolved(given), adapter_roots=_resolved(group.adapter_roots)
+            group,
+            checkpoint_roots=_resolved(given),
+            adapter_roots=_resolved(group.adapter_roots),
+            save_roots=_resolved(group.save_roots),
         )
     return msgspec.structs.replace(config, groups=groups)
 

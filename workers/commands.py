@@ -13,6 +13,7 @@ from enginepool.workers.events import CommandDone, EngineLost, WorkerEvent
 from enginepool.workers.failures import one_line
 from enginepool.workers.generation import GenerationRunner
 from enginepool.workers.profiling import Profiling
+from enginepool.workers.saving import WeightSaving
 
 T = TypeVar("T")
 #: an engine that takes longer hangs: it may copy all of its weights to the host's memory and back
@@ -27,14 +28,15 @@ class CommandRunner:
         between: the door of the engine.
         generations: those that run in it.
         profiling: its profiles.
+        saving: of its weights.
     """
 
     def __init__(
         self, engine: Engine, feed: Callable[[WorkerEvent], None], between: BetweenBatches, generations: GenerationRunner,
-        profiling: Profiling,
+        profiling: Profiling, saving: WeightSaving,
     ) -> None:  # fmt: skip
         self._engine, self._feed, self._between, self._generations = engine, feed, between, generations
-        self._profiling = profiling
+        self._profiling, self._saving = profiling, saving
         #: one command after the other, in the order in which they came
         self._turn = asyncio.Lock()
         #: the parts of the engine's memory that are released
@@ -44,16 +46,27 @@ class CommandRunner:
         """Run one command; `CommandDone` follows, unless the engine is lost."""
         answer, asleep, lost_weights = Commanded(command.task), None, False
         try:
-            async with self._turn:
-                before = self._asleep
-                lost_weights = await self._run(command, answer)
-                asleep = None if self._asleep == before else sorted(self._asleep)
+            if command.command == "save":  # which may take minutes; nothing but sleep waits for it
+                answer.message = await self._save(command)
+            else:
+                async with self._turn:
+                    before = self._asleep
+                    lost_weights = await self._run(command, answer)
+                    asleep = None if self._asleep == before else sorted(self._asleep)
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
             return
         except Exception as error:  # engines raise what they like, and each command has an answer: this one's is the error
             answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else one_line(error)
         self._feed(CommandDone(time.monotonic(), answer, asleep, lost_weights))
+
+    async def _save(self, command: Command) -> str:
+        async with self._turn:
+            if "weights" in self._asleep:
+                raise EngineError("the engine's weights are asleep: wake them first")
+            saved = asyncio.ensure_future(self._saving.run(command))
+            await asyncio.sleep(0)  # it has begun
+        return await saved
 
     async def _run(self, command: Command, answer: Commanded) -> bool:
         """Whether the weights are lost by it. `answer` gets a remark, where there is one."""
@@ -64,6 +77,7 @@ class CommandRunner:
         elif command.command == "pause":
             await self._when_empty("pause", _nothing)
         elif command.command == "sleep" and (fresh := sorted(tags - self._asleep)):
+            await self._saving.over()
             # An engine that is told to release what it has released ends. So does one that takes back what it has.
             lost = await self._when_empty("sleep", partial(self._in_time, self._engine.sleep, fresh))
             self._asleep |= tags

@@ -126,6 +126,11 @@ class EngineWeights(Protocol):
         """
         ...
 
+    async def save(self, folder: str) -> str:
+        """Write the weights into files of `folder`, which is empty, while the engine serves. An engine with the returned
+        `load_format` that starts from it has them. Raises EngineError: it cannot, or other weights were loaded meanwhile."""
+        ...
+
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of the weights as they are in the engine; `what` is `digest` or `validate`. Raises EngineError;
         NotComparable: their digest cannot be compared with that of the sent bytes."""

@@ -56,6 +56,7 @@ from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.media_reader import MediaReader
 from enginepool.workers.prefix_report import PrefixReport
 from enginepool.workers.profiling import Profiling
+from enginepool.workers.saving import WeightSaving
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
@@ -98,7 +99,8 @@ class WorkerProcess:
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
         profiling = Profiling(engine, spec.profile_root, (spec.group, spec.incarnation), self._spawn)
-        self.commands = CommandRunner(engine, self.feed, self.between, self.generations, profiling)
+        saving = WeightSaving(engine, spec.save_roots, spec.group, spec.model, spec.options.get("revision"))
+        self.commands = CommandRunner(engine, self.feed, self.between, self.generations, profiling, saving)
         self.prefixes = PrefixReport()
         engine.report_prefixes(self.prefixes)
         self.pauses = EnginePauses(engine)

@@ -166,6 +166,26 @@ def publish(
 
 
 @weights.command()
+def save(
+    path: Annotated[str, typer.Argument(help="A new folder on the worker's host, under save_roots of the group.")],
+    connect: Address = DEFAULT_ADDRESS,
+    group: Group = "",
+    worker: Annotated[str, typer.Option(help="The worker that writes it, by its name in the status; by default any.")] = "",
+) -> None:
+    """Save the weights that a group serves.
+
+    One worker writes them while it serves, as load_format sharded_state of SGLang reads them: engines start on that folder.
+    Needs the role admin.
+
+    \b
+    Examples:
+      enginepool weights save /data/saved/step-400 --group policy
+    """
+    saved = ask_pool(connect, lambda pool: pool.save_weights(path, group, worker=worker))
+    typer.echo(f"{saved.name}: {saved.message}")
+
+
+@weights.command()
 def set_version(version: Version, connect: Address = DEFAULT_ADDRESS, group: Group = "", new_run: NewRun = False) -> None:
     """Give a group's weights another version.
 

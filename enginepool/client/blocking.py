@@ -96,6 +96,7 @@ class BlockingPool(StreamingFacade):
     validate_weights = blocking(Pool.validate_weights)
     weight = blocking(Pool.weight)
     set_version = blocking(Pool.set_version)
+    save_weights = blocking(Pool.save_weights)
     publish_checkpoint = blocking(Pool.publish_checkpoint)
     address = attribute[str]()
 

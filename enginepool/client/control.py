@@ -1,9 +1,12 @@
 """The calls of a `Pool` that give the workers of a group a command."""
 
 from collections.abc import Sequence
+from os import PathLike
 
-from enginepool.client.arguments import bad, check_group, check_int, check_timeout, check_worker
+from enginepool.client.arguments import bad, check_group, check_int, check_path, check_timeout, check_worker
 from enginepool.client.connection import Connection
+from enginepool.errors import error_from
+from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.control import (
     MAX_PROFILE_S,
     MAX_PROFILE_STEPS,
@@ -11,6 +14,7 @@ from enginepool.protocol.messages.control import (
     Control,
     ControlReport,
     MemoryTag,
+    WorkerOutcome,
 )
 
 #: the parts of an engine's memory that can be released
@@ -145,6 +149,38 @@ class ControlCalls:
         Raises: as `start_profile`.
         """
         return await self._command(Control(0, "stop_profile", check_group(group), check_worker(worker)), timeout)
+
+    async def save_weights(
+        self, path: str | PathLike[str], group: str = "", *, worker: str = "",
+        timeout: float | None = 1800.0,  # noqa: ASYNC109
+    ) -> WorkerOutcome:  # fmt: skip
+        """Have a worker write the weights of its engine into a new folder while it serves; needs the role `admin`.
+
+        Any ready worker with the committed weights does, or the one that is named: all have the same. The folder appears under
+        its name once it is whole: the weights as SGLang's `load_format="sharded_state"` reads them, the files of the model
+        besides weights, and `enginepool.json`, which says the version. `GroupConfig(model=path, options={"load_format":
+        "sharded_state", ...})`, with the same `tp_size`, starts engines on it.
+
+        Args:
+            path: absolute, on the worker's host, under `save_roots` of the group; nothing is there yet.
+
+        Returns the name of the worker, and in its `message` the version, the number of files and their bytes.
+
+        Raises:
+            BadRequest: the path is not under `save_roots`, or the group has no such worker.
+            EngineFailed: the engine cannot, the folder exists or cannot be written, or other weights were loaded meanwhile; the
+                message says which.
+            Publishing: the group takes new weights.
+            PoolDown: no worker is ready.
+            Forbidden: this client's role is not enough.
+            DeadlineExceeded: no answer within `timeout` seconds. The worker goes on.
+        """
+        asked = Control(0, "save", check_group(group), check_worker(worker), path=check_path(path))
+        rows = (await self._command(asked, timeout)).workers
+        row = rows[0] if rows else WorkerOutcome(worker, "pool_down", "retired")
+        if row.code:
+            raise error_from(ErrorReply(row.code, f"{row.name}: {row.message}", 0))
+        return row
 
     async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
         return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]

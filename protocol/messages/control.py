@@ -6,9 +6,9 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 
-CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort", "start_profile", "stop_profile"]
+CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort", "start_profile", "stop_profile", "save"]
 #: commands of operators: they take the work of others, or write files
-OF_ADMINS: frozenset[CommandName] = frozenset({"abort", "start_profile", "stop_profile"})
+OF_ADMINS: frozenset[CommandName] = frozenset({"abort", "start_profile", "stop_profile", "save"})
 #: seconds and forwards of a profile, of which an engine keeps everything in its memory
 MAX_PROFILE_S, MAX_PROFILE_STEPS = 300, 10_000
 #: a part of an engine's memory, by SGLang's names
@@ -22,6 +22,7 @@ class Control(Message, tag="control"):
     all parts). pause, resume: start no work of the group, and take back its generations; start work again. abort: end all
     requests of the group, of all clients; no worker is asked. start_profile: engines write what they compute into files under
     `profile_root` of the group, for `steps` forwards (0: without a limit), and at most `seconds`. stop_profile: end that.
+    save: one worker writes the weights of its engine into a new folder `path`, under `save_roots` of the group.
     """
 
     id: int
@@ -31,6 +32,7 @@ class Control(Message, tag="control"):
     tags: list[MemoryTag] = []
     seconds: float = 10.0
     steps: int = 0
+    path: str = ""
 
 
 class WorkerOutcome(msgspec.Struct, omit_defaults=True):
@@ -53,13 +55,14 @@ class ControlReport(Message, tag="control_report"):
 
 
 class Command(Message, tag="command"):
-    """Run a command of `control` between two batches; one about a profile at once. Answered by `commanded`."""
+    """Run a command of `control` between two batches; those about profiles and `save` at once. Answered by `commanded`."""
 
     task: TaskId
     command: CommandName
     tags: list[MemoryTag] = []
     seconds: float = 10.0
     steps: int = 0
+    path: str = ""
 
 
 class Commanded(Message, tag="commanded"):

@@ -24,6 +24,7 @@ from enginepool.workers.engine_weights import MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
+from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
 from enginepool.workers.sglang.weights import lent_memory
@@ -574,3 +575,44 @@ def test_of_groups_that_are_joined_at_a_time_the_last_one_asked_for_is_kept(
 
     asyncio.run(story())
     assert (groups["first"].aborted, groups["second"].aborted) == (True, False)
+
+
+def test_weights_are_saved_by_a_thread_and_not_where_others_were_loaded_meanwhile(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, begun, go_on = make(ranks=2), threading.Event(), threading.Event()
+
+    class Sharded:
+        @staticmethod
+        def save_model(model: Any, path: str, pattern: str | None, max_size: int) -> None:
+            begun.set()
+            assert go_on.wait(PATIENCE_S) and pattern is None and max_size > 1 << 30
+            assert model.state_dict().keys() == engine.models[0].state_dict().keys()
+            if "full" in path:
+                raise OSError("no space left")
+
+    monkeypatch.setitem(sys.modules, modules.LOADER, SimpleNamespace(ShardedStateLoader=Sharded))
+
+    async def save(path: str, load: bool) -> str:
+        begun.clear()
+        go_on.clear()
+        saved = asyncio.ensure_future(engine.weights.save(path))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        if load:
+            await engine.weights.load_weights(NewWeights(), 5, "d5")
+        go_on.set()
+        return await saved
+
+    assert asyncio.run(save("a", False)) == "sharded_state" and engine.did() == ["save"]
+    with pytest.raises(EngineError, match="OSError: no space left"):
+        asyncio.run(save("full", False))
+    with pytest.raises(EngineError, match="other weights were loaded meanwhile"):
+        asyncio.run(save("a", True))
+    assert asyncio.run(save("a", False)) == "sharded_state"
+
+
+def test_weights_that_the_engine_holds_in_another_form_are_not_saved(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.models[0].use_intel_amx_backend = True
+    with pytest.raises(EngineError, match="not saved: its weights are packed for AMX"):
+        asyncio.run(engine.weights.save("a"))

@@ -27,6 +27,7 @@ from enginepool.workers.events import (
 )
 from enginepool.workers.generation import GenerationRunner
 from enginepool.workers.profiling import Profiling
+from enginepool.workers.saving import WeightSaving
 from enginepool.workers.sim.engine import SimEngine
 from tests.core.test_worker_machine import batch, hear, ready, run, sent
 
@@ -111,14 +112,15 @@ def test_an_engine_that_ends_when_it_takes_memory_back_did_not_run_a_batch_too_l
 class Runner:
     """A command runner of a sim engine, and what it said."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, roots: tuple[str, ...] = (), **options: Any) -> None:
         self.engine = SimEngine(EngineSettings(model="m", options=options))
         self.said: list[WorkerEvent] = []
         self.between = BetweenBatches()
         self.tasks: set[asyncio.Task[None]] = set()
         generations = GenerationRunner(self.engine, self.said.append, self.spawn, self.between)
         profiling = Profiling(self.engine, "", ("g", "w"), self.spawn)
-        self.runner = CommandRunner(self.engine, self.said.append, self.between, generations, profiling)
+        self.saving = WeightSaving(self.engine, roots, "g", "m")
+        self.runner = CommandRunner(self.engine, self.said.append, self.between, generations, profiling, self.saving)
         self.count = 0
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

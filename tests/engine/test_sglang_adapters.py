@@ -11,7 +11,7 @@ import pytest
 from enginepool.protocol.adapters import TENSORS_FILE
 from enginepool.workers.adapter_files import read_adapter
 from enginepool.workers.engine import EngineDied, EngineError, GenerationTask
-from enginepool.workers.weights.checkpoint import CheckpointError
+from enginepool.workers.weights.checkpoint import CheckpointError, safetensors_entries
 from tests.engine.adapters import make_adapter, safetensors, with_adapter
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
@@ -66,6 +66,15 @@ def test_each_adapter_generates_as_the_model_that_it_was_merged_into(
         with reference.holding(with_adapter(own, folders.get(this.adapter))):
             for sequence in sequences:
                 assert_greedy(reference, this.prompt.tolist(), sequence)
+
+
+@pytest.mark.every_version
+def test_the_model_below_its_adapters_is_saved(adapting: HostedEngine, tmp_path: Path) -> None:
+    assert adapting.call("do", "save", str(tmp_path)) == "sharded_state"
+    [file] = tmp_path.iterdir()
+    assert file.name == "model-rank-0-part-0.safetensors"
+    names = {name for name, _ in safetensors_entries(file)[0]}
+    assert "model.layers.0.self_attn.qkv_proj.weight" in names and not any("base_layer" in name for name in names)
 
 
 def test_the_model_alone_and_its_adapters_share_a_running_batch(adapting: HostedEngine) -> None:

@@ -1,5 +1,6 @@
 """Generation on the real engine: its tokens and log-probabilities are those of a direct computation."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Sampling, TemperatureSchedule
-from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens
+from enginepool.protocol.messages.control import Command
+from enginepool.workers.engine import EngineDied, EngineError, GenerationTask, NewTokens, OnlyAtStart
+from enginepool.workers.saving import WeightSaving
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
 from tests.engine.test_sglang_scores import declared, full_batch
@@ -545,3 +548,37 @@ def test_a_profile_has_the_operators_that_ran_meanwhile(generating: HostedEngine
     with pytest.raises(EngineError, match=r"SGLang did not stop its profiler: .*not in progress"):
         generating.call("do", "profiler.stop")
     assert one(generating, task()).reason
+
+
+@pytest.mark.every_version
+def test_an_engine_that_starts_on_saved_weights_generates_the_same(
+    generating: HostedEngine, models: Models, tmp_path: Path
+) -> None:
+    tasks = [task(prompt, logprobs=True, ignore_eos=True) for prompt in PROMPTS]
+    model = tmp_path / "saved"
+    saving = WeightSaving(Hosted(generating), [str(tmp_path)], "g", str(models.causal))  # type: ignore[arg-type]
+    assert asyncio.run(saving.run(Command((1, 1), "save", path=str(model)))).startswith("version 0: 5 files, ")
+    engine = HostedEngine(
+        str(model), operations=("generate",), options={"context_length": CONTEXT, "load_format": "sharded_state"}
+    )
+    try:
+        engine.wait_until_started()
+        for [first], [again] in zip(run(generating, *tasks), run(engine, *tasks), strict=True):
+            assert first.tokens == again.tokens
+            np.testing.assert_allclose(first.logprobs, again.logprobs, rtol=1e-5)
+        assert declared(engine).features == declared(generating).features
+        with pytest.raises(OnlyAtStart, match="not loaded from a checkpoint's tensors"):
+            engine.call("do", "model_tensors")
+    finally:
+        engine.end()
+
+
+class Hosted:
+    """A hosted engine, as far as its weights are saved."""
+
+    def __init__(self, engine: HostedEngine) -> None:
+        self._engine = engine
+        self.version, self.digest, self.weights = 0, "", self
+
+    async def save(self, folder: str) -> str:
+        return self._engine.call("do", "save", folder)

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from enginepool.workers.engine import EngineDied, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
 from tests.engine.test_sglang_generate import CONTEXT, LONG, OLDEST, PROMPTS, assert_greedy, run, task
@@ -57,6 +58,12 @@ def test_weight_updates_are_refused_by_name(parallel: HostedEngine, request: pyt
     name = request.node.callspec.params["parallel"]
     with pytest.raises(OnlyAtStart, match=f"takes weights only at its start: engine option {name}=2: weight updates do not"):
         parallel.call("do", "model_tensors")
+
+
+def test_its_weights_are_not_saved_where_no_engine_could_read_them(parallel: HostedEngine, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="not saved: this engine has replicas or stages"):
+        parallel.call("do", "save", str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_engine_of_which_one_process_is_gone_is_lost(parallel: HostedEngine) -> None:

@@ -859,6 +859,15 @@ def _updates() -> list[Invalid]:
             v,
             _hex({"type": "control", "id": 5, "command": "start_profile", "steps": -1}),
         ),
+        Invalid(
+            "control-path-long",
+            way,
+            "no file system has such a path",
+            bad,
+            "path",
+            v,
+            _hex({"type": "control", "id": 5, "command": "save", "path": "/" * 5000}),
+        ),
         Invalid("sent-digest-missing", way, "of what?", bad, "digest", h, _hex({"type": "sent", "id": 9, "sent_bytes": 1})),
         Invalid(
             "weights-question-what",

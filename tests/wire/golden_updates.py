@@ -168,6 +168,12 @@ def _from_client() -> list[Valid]:
             {"type": "control", "id": 11, "command": "start_profile", "worker": "policy-0", "seconds": 2.5, "steps": 20},
         ),
         Valid("control-stop-profile", way, "stop", {"type": "control", "id": 12, "command": "stop_profile"}),
+        Valid(
+            "control-save",
+            way,
+            "weights into files",
+            {"type": "control", "id": 13, "command": "save", "group": "policy", "path": "/data/saved/step-4"},
+        ),
         Valid("control-wake", way, "wake", {"type": "control", "id": 7, "command": "wake", "group": "policy"}),
         Valid(
             "weights-question-tensor",
@@ -501,6 +507,12 @@ def _to_worker() -> list[Valid]:
             {"type": "command", "task": [EPOCH, 18], "command": "start_profile", "seconds": 2.5, "steps": 20},
         ),
         Valid("command-stop-profile", way, "stop", {"type": "command", "task": [EPOCH, 19], "command": "stop_profile"}),
+        Valid(
+            "command-save",
+            way,
+            "weights into files",
+            {"type": "command", "task": [EPOCH, 20], "command": "save", "path": "/data/saved/step-4"},
+        ),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
         Valid(
             "inspect-tensor",

@@ -1,8 +1,10 @@
 """The weights of the sim engine: bytes without meaning, of which the digest enters every score."""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart, Paus
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sim.faults import faults_on_take
 from enginepool.workers.sim.options import Fault, SimOptions
-from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space
+from enginepool.workers.weights.checkpoint import DTYPES, CheckpointError, checkpoint_space
 
 
 class SimWeights:
@@ -136,6 +138,16 @@ class SimWeights:
             raise EngineError(str(error)) from None
         return memory.tensors[0].numpy().copy()
 
+    async def save(self, folder: str) -> str:
+        """Take `take_s`, and write a checkpoint. Raises EngineError: others were loaded meanwhile."""
+        self._must_live()
+        taken, tensors, space = self._taken, self._tensors, self._space
+        await asyncio.sleep(self._options.take_s)
+        if self._taken != taken:
+            raise EngineError("not saved: other weights were loaded meanwhile; save again")
+        _write(Path(folder) / "model.safetensors", tensors, space)
+        return "safetensors"
+
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, nothing): bytes without meaning are never wrong."""
         self._must_live()
@@ -149,6 +161,20 @@ class SimWeights:
                 values = self._space[at : at + tensor.nbytes].view(np.float32)[offset : offset + count]
                 return Chunk(values, tensor.dtype, tuple(tensor.shape))
         raise EngineError(f"sim engine: no float32 tensor {name!r} is loaded")
+
+
+def _write(file: Path, tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> None:
+    """A checkpoint of these bytes. Raises OSError."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {}
+    parts: list[bytes] = []
+    end = 0
+    for tensor, at in zip(tensors, layout(tensors).offsets, strict=True):
+        parts.append(space[at : at + tensor.nbytes].tobytes())
+        offsets = [end, end := end + tensor.nbytes]
+        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    file.write_bytes(b"".join((len(text).to_bytes(8, "little"), text, *parts)))
 
 
 def _join(request: Join) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
 
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -153,7 +153,7 @@ def _header(file: Path) -> tuple[list[Tensor], int]:
     """The tensors in the order of their bytes, and where those begin."""
     entries, begin = safetensors_entries(file)
     try:
-        return [Tensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries], begin
+        return [Tensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries], begin
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
 

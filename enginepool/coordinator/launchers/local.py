@@ -37,7 +37,7 @@ KEPT_LOGS = 20
 _GROUP_FIELDS = (
     "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
     "forwards_in_flight", "reserve_staging", "checkpoint_roots", "adapter_roots", "media_root", "media_urls",
-    "profile_root",
+    "profile_root", "save_roots",
 )  # fmt: skip
 
 

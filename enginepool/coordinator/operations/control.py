@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import get_args
 
+from msgspec.structs import replace
+
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
@@ -13,12 +15,15 @@ from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
 from enginepool.coordinator.fleet.holding import GroupHolding
+from enginepool.coordinator.weights.publish_validation import outside
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import Message, TaskId
 from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, MemoryTag, WorkerOutcome
 
 #: names of workers that an error lists
 _LISTED = 8
+#: a worker may take so long to write its weights into files
+SAVE_S = 1800.0
 
 
 def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.ControlAsked) -> None:
@@ -34,9 +39,18 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
         report = ControlReport(message.id, group.name, message.command, aborted=holding.abort(group))
         core.effects.append(ToClient(e.link, report))
         return
+    if message.command == "save" and not message.worker:
+        # One is enough: all have the same weights. Which one it is shows in the answer.
+        ready = [worker for worker in ready_workers(group) if worker.holds and not worker.weights_asleep]
+        if not ready:
+            text = f"group {group.name!r}: no worker is ready with the committed weights"
+            core.refuse(e.link, message.id, "pool_down", text, field="group")
+            return
+        message = replace(message, worker=min(ready, key=lambda worker: worker.busy).name)
     commands = Commands(group, message)
     unwritten = _hold(holding, group, message)
-    fan_out.begin(e.link, commands, commands.ready, e.now + core.config.timing.update_inspect_s, unwritten)
+    seconds = SAVE_S if message.command == "save" else core.config.timing.update_inspect_s
+    fan_out.begin(e.link, commands, commands.ready, e.now + seconds, unwritten)
 
 
 def _hold(holding: GroupHolding, group: Group, asked: Control) -> int:
@@ -64,8 +78,13 @@ def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
         core.refuse(e.link, asked.id, "bad_request", f"worker: {asked.command} is for a whole group", field="worker")
         return True
     update = core.update_of(group)
-    if asked.command == "sleep" and update is not None:
-        text = f"group {group.name!r} takes weight version {update.offer.version}, and its engines cannot sleep meanwhile"
+    roots = group.config.save_roots
+    if asked.command == "save" and (text := outside(asked.path, roots, "save_roots")):
+        core.refuse(e.link, asked.id, "bad_request", text, field="path", limit=", ".join(roots) or "none")
+        return True
+    if asked.command in ("sleep", "save") and update is not None:
+        cannot = "cannot sleep" if asked.command == "sleep" else "are not saved"
+        text = f"group {group.name!r} takes weight version {update.offer.version}, and its engines {cannot} meanwhile"
         core.refuse(e.link, asked.id, "publishing", text, field="group")
         return True
     if asked.command == "wake" and asked.worker and ALL in group.holds.asleep:
@@ -111,7 +130,7 @@ class Commands:
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The command to one worker."""
         asked = self._message
-        return Command(task, asked.command, list(dict.fromkeys(asked.tags)), asked.seconds, asked.steps)
+        return Command(task, asked.command, list(dict.fromkeys(asked.tags)), asked.seconds, asked.steps, asked.path)
 
     def take(self, worker: Worker, answer: Commanded, frames: Sequence[Buffer]) -> None:
         """It is done, or failed."""

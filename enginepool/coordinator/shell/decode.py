@@ -157,7 +157,7 @@ def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.
 
 
 def _control(now: float, link: Link, command: m.Control, frames: Sequence[Buffer]) -> ev.Event:
-    check_names(command, "group", "worker")
+    check_names(command, "group", "worker", "path")
     if not 0 < command.seconds <= m.MAX_PROFILE_S:
         text = f"seconds: {command.seconds:g}; more than 0, at most {m.MAX_PROFILE_S}"
         raise bad("seconds", text, str(m.MAX_PROFILE_S))

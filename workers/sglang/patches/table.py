@@ -176,6 +176,10 @@ PRIVATE: tuple[Private, ...] = (
         "weights/adapters.py", LAYERS,
         ("BaseLayerWithLoRA.base_layer lora_backend", "read", "new weights go into the model below its adapters"),
     ),
+    *_private(
+        "weights/saved_state.py", LOADER,
+        ("ShardedStateLoader.save_model", "called", "the command save", "model, path, pattern, max_size"),
+    ),
     *_private("weights/completeness.py", LAYERS_OF_STAGES, ("PPMissingLayer", "read", "a layer that another stage has")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(

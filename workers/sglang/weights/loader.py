@@ -27,7 +27,7 @@ from enginepool.workers.sglang.patches.new_weights import forget_old_weights, re
 from enginepool.workers.sglang.patches.scheduler import has_graphs
 from enginepool.workers.sglang.weights.adapters import AdapterLayers
 from enginepool.workers.sglang.weights.broadcast_receive import GroupMember, received
-from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
+from enginepool.workers.sglang.weights.completeness import incomplete_load
 from enginepool.workers.sglang.weights.lent_memory import LentMemory
 from enginepool.workers.sglang.weights.load_plan import (
     LoadPlan,
@@ -38,6 +38,7 @@ from enginepool.workers.sglang.weights.load_plan import (
 from enginepool.workers.sglang.weights.load_watch import Unplannable, Unrepeatable
 from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
 from enginepool.workers.sglang.weights.prepared_load import PreparedLoad, manifest_of, open_regions, sealed
+from enginepool.workers.sglang.weights.saved_state import rearranged, save_later
 from enginepool.workers.sglang.weights.ticket_answers import first_line, write_answer
 from enginepool.workers.weights.checkpoint import checkpoint_files, checkpoint_tensors
 
@@ -156,15 +157,8 @@ class ModelWeights:
             return f"SGLang refuses: {self.refused}"
         if not own:
             return "its weights were not loaded from a checkpoint's tensors, so it is unknown what an update consists of"
-        for module in self._model.modules():
-            method = getattr(module, "quant_method", None)
-            if name := quantization(module):
-                return f"its weights are quantized ({name}), and loading them again in place is not possible"
-            if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(method, "w13_swiglu_interleaved", False):
-                return "its experts were rearranged for a kernel when they had been loaded"
-            if getattr(module, "use_intel_amx_backend", False):
-                return "its weights are packed for AMX"
-        return ""
+        why = rearranged(self._model)
+        return f"{why}, and loading them again in place is not possible" if why else ""
 
     # --- new weights ----------------------------------------------------------------------------------------------------
 
@@ -303,6 +297,11 @@ class ModelWeights:
 
     def do_confirm(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """All that was asked before is done."""
+        return {}
+
+    def do_save(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to write the weights into files; the other answer says when they are whole: the engine serves meanwhile."""
+        save_later(self._model, ticket)
         return {}
 
     def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:

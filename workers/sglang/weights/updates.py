@@ -38,6 +38,7 @@ _MOMENTS_S = 0.1
 TAKE_S = 300.0
 JOIN_S = 90.0
 EXAMINE_S = 90.0
+SAVE_S = 1800.0
 #: how long after one look for an answer the next one is: at first, and at most
 _LOOK_S = 0.001
 _LOOKS_S = 0.02
@@ -81,6 +82,8 @@ class SglangWeights:
         self.asleep = False
         #: why updates are slower than they could be, or ""
         self.plain = ""
+        #: how often it was told to load
+        self._loads = 0
 
     def close(self) -> None:
         """Remove the files of tickets and answers."""
@@ -182,6 +185,7 @@ class SglangWeights:
 
     async def load_weights(self, weights: NewWeights, version: int, digest: str, running: PauseMode | None = None) -> LoadTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: what is loaded is unknown."""
+        self._loads += 1
         self._forget_cached()  # the engine is empty or paused, so nothing is computed until it has them
         if not (weights.regions or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
@@ -227,6 +231,17 @@ class SglangWeights:
         if weights.group:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
         return [ticket | {"do": "load", "regions": regions} for regions in self._of_each_rank(weights)]
+
+    async def save(self, folder: str) -> str:
+        """Write them into files of `folder` while the engine serves; returns the load_format that reads them. Raises
+        EngineError."""
+        if self._processes.times > 1:
+            raise EngineError("not saved: this engine has replicas or stages, and load_format sharded_state has none")
+        loads, ticket = self._loads, {"do": "save", "path": folder}
+        await self._ask_for_later([ticket] * self.ranks, SAVE_S, "the engine did not save its weights")
+        if self._loads != loads:
+            raise EngineError("not saved: other weights were loaded meanwhile; save again")
+        return "sharded_state"
 
     async def confirm(self) -> None:
         """Return once the schedulers have carried out all that they were sent before. Raises EngineError, EngineDied."""
