@@ -7,7 +7,7 @@ import re
 
 from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
-from enginepool.protocol.messages import ErrorReply, Generate, Generated, Result
+from enginepool.protocol.messages import Decode, ErrorReply, Generate, Generated, Result
 from enginepool.protocol.messages.weights import Published
 from tests.sim.adapting import AdapterOracle, SimChange
 from tests.sim.commands import CommandOracle
@@ -84,7 +84,11 @@ class Oracle:
             if call.names[0] != "scores":
                 self.counts[call.names[0]] = self.counts.get(call.names[0], 0) + 1
             assert isinstance(effect.message, Result)
-            self._right(call, effect.message, [bytes(frame) for frame in effect.frames])
+            frames = [bytes(frame) for frame in effect.frames]
+            if isinstance(call.score, Decode):
+                self._decoded(call, effect.message, frames)
+            else:
+                self._right(call, effect.message, frames)
         else:
             self._justified(now, call, effect)
 
@@ -106,6 +110,12 @@ class Oracle:
         assert result.workers, f"{call}: no worker"
         self._named(call, result)
         assert result.timings.queued_us >= 0 and result.timings.run_us >= 0, f"{call}: {result.timings}"
+
+    def _decoded(self, call: Call, result: Result, frames: list[bytes]) -> None:
+        assert frames == call.texts and [spec.name for spec in result.frames] == call.names, f"{call}: {result.frames}"
+        assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"
+        assert not result.forwards and len(result.workers) == 1, f"{call}: {result}"
+        self._named(call, result)
 
     def _generated(self, call: Call, answer: Answer) -> None:
         assert isinstance(answer.message, Generated)

@@ -15,7 +15,7 @@ from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, keep_generations, make_offer
 from tests.sim.sleeping import some_wish
-from tests.sim.traffic import SEPARATOR, Mix
+from tests.sim.traffic import SEPARATOR, TOKEN_BYTES, Mix
 
 #: fault -> the largest number of times in one schedule
 FAULTS = {
@@ -217,13 +217,15 @@ class Plan:
         self.unstaged = random.choice((0.0, 0.5, 0.9))
 
     def _embed(self, random: Random) -> None:
-        """Let plain workers embed and give log-probabilities as well as score, and calls ask for any of them."""
+        """Let plain workers embed, give log-probabilities and decode as well as score, and calls ask for any of them."""
         self.embed = random.choice((0.2, 0.5, 0.9))
         for name, can in self.capabilities.items():
             if can.separator is None and name not in self.packed:
                 size = random.choice((2, 6, 40))
                 operations = ("score", "embed", "logprobs") if can.kind == "causal" else ("score", "embed")
-                self.capabilities[name] = msgspec.structs.replace(can, operations=operations, embedding=size)
+                self.capabilities[name] = msgspec.structs.replace(
+                    can, operations=operations, embedding=size, token_bytes=TOKEN_BYTES
+                )
 
     def _generate(self, random: Random) -> None:
         """Let plain workers generate as well, in few slots, and most calls ask for that."""

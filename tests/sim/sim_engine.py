@@ -12,7 +12,7 @@ from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone
 from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.packing import sequences
-from enginepool.workers.codec import failed
+from enginepool.workers.codec import encode_texts, failed
 from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import (
     CommandDone,
@@ -31,7 +31,7 @@ from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, s
 from tests.sim.sim_generator import SimGeneration, SimGenerator
 from tests.sim.sim_stager import Stager, content_of
 from tests.sim.sleeping import TAGS
-from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
+from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, text_of, uid_of
 from tests.sim.world import World
 
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
@@ -382,6 +382,12 @@ class SimEngine:
         run = self._texts.popleft()
         if self._texts:
             self._next_text()
+        if run.task.operation == "decode":
+            ids = rows_of(run.frames[0], run.frames[1])
+            self.oracle.works(uid_of(ids[0]), self.host.stager.name)
+            event = WorkDone(self.world.now, run.task.task, *encode_texts(run.task.task, [text_of(row) for row in ids]))
+            self.host.post(event)
+            return
         rows = texts_of(run.task, run.frames, self.profile.can.separator)
         flat = [token for row in rows for token in row]
         now, task = self.world.now, run.task.task

@@ -33,7 +33,7 @@ from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
 from tests.sim.sleeping import Wish
-from tests.sim.traffic import CALLS, Call, Mix, embed_instead, exact_instead, logprobs_instead, make_call, widen
+from tests.sim.traffic import CALLS, Call, Mix, decode_instead, embed_instead, exact_instead, logprobs_instead, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -255,6 +255,8 @@ class Simulation:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
             if plan.offers:
                 exact_instead(Random(uid), call, plan.versions[name])
+            if uid % 5 == 2 and plan.capabilities[name].token_bytes and call.generating is None:
+                decode_instead(call)
             self.oracle.add(call)
             client = self.clients[call.client]
             world.at(call.arrival, client.submit, call)

@@ -100,15 +100,16 @@ def test_large_headers_and_answers_stay_within_tight_bounds(chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(3))
 def test_requests_to_embed_and_for_logprobs_run_in_whole_batches_of_their_own(chunk: int) -> None:
-    """The engine asserts that a batch is of one operation; every answer is the right one, once."""
-    events, embedded, logprobs = 0, 0, 0
+    """The engine asserts that a batch is of one operation; every answer is the right one, once. Tokenizers decode meanwhile."""
+    events, embedded, logprobs, decoded = 0, 0, 0, 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
         outcome = simulate(seed, 1 + seed % 8, updates=seed % 2 == 0, paced=seed % 3 == 0, wide=seed % 5 == 0, embedding=True)
         events += outcome.events
         embedded += outcome.answers.get("embeddings", 0)
         logprobs += outcome.answers.get("logprobs", 0)
+        decoded += outcome.answers.get("texts", 0)
     assert events > SEEDS * 100
-    assert embedded > SEEDS and logprobs > SEEDS
+    assert embedded > SEEDS and logprobs > SEEDS and decoded > SEEDS
 
 
 @pytest.mark.parametrize("chunk", range(5))

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from enginepool.protocol.messages import Capabilities, Embed, FrameSpec, Logprobs, Part, Score
+from enginepool.protocol.messages import Capabilities, Decode, Embed, FrameSpec, Logprobs, Part, Score
 from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
 
 #: a byte of text is the token of its value plus this
 TEXT_OFFSET = 3
+#: bytes of the text of a token: three digits and a space
+TOKEN_BYTES = 4
 POISON, REFUSED, UNREADABLE, CHOKING = 5, 6, 7, 10
 #: stands between query and item for a cross-encoder, and in no row else
 SEPARATOR = 8
@@ -40,7 +42,7 @@ class Call:
         self.client = client
         self.arrival = arrival
         self.id = 0
-        #: the request: `Score`, `Embed`, `Logprobs`, or `Generate`
+        #: the request: `Score`, `Embed`, `Logprobs`, `Decode`, or `Generate`
         self.score: Any = Score(0, [])
         self.frames: Sequence[bytes] = ()
         #: each row as the engine sees it
@@ -72,12 +74,20 @@ class Call:
         return frames
 
     @property
+    def texts(self) -> list[bytes]:
+        """The frames of the right answer of a call that decodes."""
+        texts = [text_of(row).encode() for row in self.prompts]
+        return [b"".join(texts), array("I", map(len, texts)).tobytes()]
+
+    @property
     def names(self) -> list[str]:
         """Of the frames of its answer."""
         if isinstance(self.score, Embed):
             return ["embeddings"]
         if isinstance(self.score, Logprobs):
             return ["logprobs"]
+        if isinstance(self.score, Decode):
+            return ["texts", "text_lengths"]
         return ["scores", "hidden"] if self.hidden else ["scores"]
 
     def __repr__(self) -> str:
@@ -204,6 +214,22 @@ def logprobs_instead(call: Call, can: Capabilities) -> None:
     longest = max(map(len, rows_of(frames[-2], frames[-1]))) // 4
     call.columns = range(LOGPROBS, LOGPROBS + longest)
     call.prompts = prompts_of(Part([]), frames)
+
+
+def decode_instead(call: Call) -> None:
+    """Let the call decode its items, unless it is text, or something is wrong with it, or it waits for weights."""
+    score, strange = call.score, call.bad or call.poison or call.choking or call.refused
+    if strange or score.frames[0].dtype == "utf8" or score.min_version or score.version is not None:
+        return
+    call.score = Decode(0, score.frames[-2:], score.group, priority=score.priority)
+    call.frames, call.hidden, call.columns = call.frames[-2:], 0, ()
+    call.prompts = rows_of(call.frames[0], call.frames[1])
+    call.tokens = sum(map(len, call.prompts)) // 4
+
+
+def text_of(row: bytes) -> str:
+    """What the simulated tokenizer makes of token ids."""
+    return "".join(f"{token} " for token in array("i", row))
 
 
 def exact_instead(random: Random, call: Call, committed: int) -> None:
