@@ -285,3 +285,20 @@ def test_a_question_is_asked_once_and_answered() -> None:
     assert given(worker.hear(question)) == [question]
     assert worker.hear(question) == []
     assert said(worker.answer(Inspected((7, 9), "d"))) == [Inspected((7, 9), "d")]
+
+
+def test_a_restore_during_an_update_leaves_it_what_it_has_staged() -> None:
+    worker = Worker()
+    worker.hear(batch(10))
+    restore, committed = Restore(1, "d"), Committed((0, 0), 1, "d")
+    worker.hear(restore)
+    worker.hear(PREPARE)
+    update = worker.machine.updates.update
+    worker.answer(Prepared(UPDATE, "me"))
+    worker.hear(JOIN)
+    worker.answer(Joined(UPDATE))
+    worker.answer(Staged(UPDATE, "d"))
+    assert worker.do(WorkDone(0, (7, 10), Done((7, 10), [])))[-1] == RunWeights(restore, (), update)
+    assert said(worker.answer(Restored(1, "", ""))) == [Ready(CAN, 1, "d", (0, 1))]
+    assert worker.hear(committed) == [RunWeights(committed)], "it does not close the update"
+    assert worker.hear(LOAD) == [RunWeights(LOAD, (), update)]

@@ -21,7 +21,8 @@ import msgspec
 import psutil
 import pytest
 
-from enginepool.protocol.layout import buckets, layout
+from enginepool.host import host_identity
+from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import (
@@ -36,11 +37,12 @@ from enginepool.protocol.messages.weights import (
     Restore,
     Restored,
     Staged,
+    VerifyWeights,
     WeightsLoaded,
 )
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
-from enginepool.transfer.shared_memory import open_space
+from enginepool.transfer.shared_memory import HostSpace, open_space, set_seal
 from enginepool.workers.engine import Engine, EngineDied, EngineError, PauseMode
 from enginepool.workers.engine_weights import LoadTimes, NewWeights
 from enginepool.workers.events import (
@@ -389,8 +391,42 @@ def test_what_was_made_ready_is_let_go_of_when_the_update_ends(place: Place, tra
                 place.process.kill()
                 assert (await worker.answer(Staged)).code == "update_aborted"
             else:
+                assert (await worker.load(1)).code == ""
+                worker.updates.new_epoch()
                 await worker.restore(0, "0" * 32)
-            while worker.engine.asked[1:] != ["let go"]:
+            while worker.engine.asked[-1] != "let go":
+                await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("transfer", ["staged", "ipc"])
+def test_a_restore_during_an_update_takes_no_memory_from_it(place: Place, trainer: Trainer, transfer: str) -> None:
+    snapshot, space = place.directory / f"g-{2:032x}", trainer.fill(1)
+
+    async def story() -> None:
+        async with place.worker() as worker:
+            if transfer == "staged":
+                digest = (await worker.staged(trainer, space)).digest
+                # The restore finds the bytes that were staged for the update: they are those of the committed weights.
+                assert has_taken(await worker.restore(1, digest))
+                worker.tell(Committed((0, 0), 1, digest, str(snapshot)))
+                while not snapshot.exists():
+                    await asyncio.sleep(0.02)
+            else:
+                lent = HostSpace(space.numel() + ALIGNMENT, lent=True)
+                lent.tensors[0][: space.numel()].copy_(space)
+                seal = set_seal(lent.tensors[0])
+                assert (await worker.prepare(transfer="ipc", host=host_identity())).code == ""
+                regions = [msgspec.structs.replace(region, seal=seal) for region in lent.regions()]
+                worker.tell(VerifyWeights(worker.update, regions))
+                digest = (await worker.answer(Staged)).digest
+                failed = await worker.restore(1, digest)
+                assert isinstance(failed, WeightsAnswered) and isinstance(failed.answer, Restored)
+            handed = await worker.load(1)
+            assert (handed.code, handed.digest) == ("", digest)
+            worker.tell(Committed(worker.update, 1, digest))
+            while worker.engine.asked[-1] != "let go":
                 await asyncio.sleep(0.01)
 
     asyncio.run(story())

@@ -386,7 +386,9 @@ class Stager:
         if self._mine(message.update):
             self.prepare = self.opened = None
         if self.staged == message.digest:
-            self.kept, self.staged = self.staged, ""
+            self.kept = self.staged
+            if self.prepare is None:  # the engine of an update that goes on loads from that memory
+                self.staged = ""
             if message.snapshot:
                 self.world.after(self.world.between(0.01, 2.0), self._snapshot, message.snapshot, message.digest)
 

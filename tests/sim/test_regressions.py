@@ -43,6 +43,12 @@ GENERATIONS = [
         "a sequence was stopped on a link that broke, its worker read it later, and ran it next to what filled its slots",
     ),
     (2, 3, ("updates", "faulty", "starved"), "the simulator expected that engines take an update whose names they do not know"),
+    (
+        7032,
+        1,
+        ("updates", "sleeping"),
+        "a simulated stager gave up staged bytes that a restore had found, although the load of their update was still to come",
+    ),
 ]
 
 #: in rarer surroundings; seed, workers, flags

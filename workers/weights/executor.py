@@ -147,7 +147,8 @@ class WeightExecutor:
     async def _carry_out(self, effect: RunWeights) -> None:
         message, update = effect.message, effect.update
         if isinstance(message, Restore):
-            await self._buffers.close()  # of an update that another coordinator knows nothing of
+            if update is None:
+                await self._buffers.close()  # of an update that another coordinator knows nothing of
             self._answer(await restore(self._engine.weights, self._stager, message, self._roots))
             return
         assert update is not None, "the machine answers requests of updates that are not open"

@@ -242,7 +242,7 @@ class WorkerUpdates:
         if request is None or self.loading is not None:
             return []
         keeps, self.waiting = self.keeps_generations, None
-        update = self.update if isinstance(request, LoadWeights) else None
+        update = self.update
         if update is not None and isinstance(request, LoadWeights) and (missing := update.missing()):
             return list(self._answer(update, WeightsLoaded(request.update, code="update_aborted", message=missing)))
         self.loading = request
