@@ -123,6 +123,11 @@ class SimEngine:
         self._texts: deque[RunTokenize] = deque()
 
     @property
+    def stuck(self) -> bool:
+        """Work that is inside never ends."""
+        return self.hangs or self.rows_hang
+
+    @property
     def only_generates(self) -> bool:
         """No batch of rows is inside."""
         return all(isinstance(task, SimGeneration) for task in self.inside.values())

@@ -107,11 +107,7 @@ class SimWorker:
     @property
     def healthy(self) -> bool:
         """Nothing has been wrong with it for a while: to give it up is an error."""
-        return (
-            self.alive
-            and self.world.now > self.troubled_until
-            and not (self.engine.hangs or self.engine.rows_hang or self.engine.dead)
-        )
+        return self.alive and self.world.now > self.troubled_until and not (self.engine.stuck or self.engine.dead)
 
     def trouble(self, seconds: float) -> None:
         """Something is wrong for so long, and its consequences may show for a while after."""

@@ -362,7 +362,7 @@ class Simulation:
         self.coordinator.watch.quiet()
         assert not self._unknown(), f"ready, and the coordinator does not know them: {self._unknown()}"
         for worker in self.cluster.workers.values():
-            if worker.stage == "ready" and not worker.engine.hangs:
+            if worker.stage == "ready" and not worker.engine.stuck:
                 assert not worker.machine.work.owed and not worker.machine.work.leaving, worker.machine
                 assert not worker.engine.inside, worker.engine.inside
                 wanted = {one.engine_name for one in self.adapters.get(worker.group, ())}
