@@ -194,6 +194,24 @@ def test_a_generation_goes_on_after_an_update_that_was_given_up() -> None:
     assert (rows, message.spans) == ([[1, 2, 3]], [[(0, 3)]])
 
 
+@pytest.mark.parametrize("in_flight", ["in_place", "abort"])
+def test_in_a_new_run_a_generation_that_has_begun_ends_and_another_waits_for_its_version_again(in_flight: str) -> None:
+    pool, trainer, link = stage(can=CAN)
+    commit(pool, trainer, 3, link)
+    pool.ask(trainer.link, 50, generate(3), 3)
+    pool.ask(trainer.link, 51, generate(3), 3)
+    begun, other = pool.tasks()[-2:]
+    pool.step(link, (begun, 0, 0, [1], ""), version=3)
+    message, rows = outputs(commit(pool, trainer, 2, link, in_flight=in_flight, new_run=True))[50]
+    assert (rows, message.ended, message.spans) == ([[1]], [SequenceEnd(0, "interrupted")], [[(3, 1)]])
+    stopped = {number for _, numbers in pool.stopped() for number in numbers}
+    assert {task.message.task[1] for task in (begun, other)} <= stopped  # type: ignore[union-attr]
+    commit(pool, trainer, 3, link)
+    again = pool.tasks()[-1]
+    message, rows = outputs(pool.step(link, (again, 0, 0, [2], "stop"), version=3))[51]
+    assert (rows, message.spans) == ([[2]], [[(3, 1)]])
+
+
 def test_a_generation_without_tokens_ends_with_the_error_of_other_requests() -> None:
     pool, trainer, link = stage(can=CAN)
     pool.ask(trainer.link, 50, generate(3, output=[[1, 2]]), 0)

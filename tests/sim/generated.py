@@ -54,6 +54,12 @@ def passed(version: int, weights: Sequence[Weights]) -> bool:
     return any(one.committed and one.version > version for one in weights)
 
 
+def replaced(version: int, weights: Sequence[Weights]) -> bool:
+    """Whether other weights were ever committed after those of this version: newer ones, or any where versions began again."""
+    commits = [one for one in weights if one.committed]
+    return passed(version, weights) or any(one.version == version and {*commits[i:]} != {one} for i, one in enumerate(commits))
+
+
 class Answered(NamedTuple):
     """One sequence of an answer; the frames as bytes. `columns`: the logprobs, with the most probable tokens if asked for."""
 
@@ -214,7 +220,7 @@ def _check_sequence(
 ) -> None:
     request, end, told = generating.request, sequence.end, f"{call}: sequence {i}: {sequence.end}, {sequence.spans}"
     may = (request.partial or generating.constrained) and sequence.tokens
-    may = may or (request.version is not None and passed(request.version, weights)) or request.adapter in LATER[:-1]
+    may = may or (request.version is not None and replaced(request.version, weights)) or request.adapter in LATER[:-1]
     assert end.reason != "interrupted" or (may and end.matched is None), told
     prompt, brought = call.prompts[i // request.n], generating.brought[i]
     whole = array("i", prompt + brought + sequence.tokens)

@@ -188,7 +188,7 @@ def sequences_that_come_back_keep_their_spans_alone(patch: pytest.MonkeyPatch) -
 
 
 def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
-    def end_passed(requests: Any, group: Any) -> None:
+    def end_passed(requests: Any, group: Any, _: int) -> None:
         """Nothing."""
 
     patch.setattr(outcomes, "end_passed", end_passed)

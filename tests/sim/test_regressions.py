@@ -49,6 +49,12 @@ GENERATIONS = [
         ("updates", "sleeping"),
         "a simulated stager gave up staged bytes that a restore had found, although the load of their update was still to come",
     ),
+    (
+        76005,
+        6,
+        ("updates", "sleeping"),
+        "generations that named version 3 went on in their engines when versions began again, and got tokens of version 2",
+    ),
 ]
 
 #: in rarer surroundings; seed, workers, flags

@@ -1,6 +1,7 @@
 """Requests that name one exact weight version: no other weights answer them, and they end once newer ones are committed. Pure.
 
-A generation that has begun ends as `interrupted`, with its tokens. Every other request ends with `version_passed`.
+A generation that has begun ends as `interrupted`, with its tokens. Every other request ends with `version_passed`. Where
+versions begin again, a generation that has begun ends too: its version names other weights now. Other requests wait for them.
 """
 
 from enginepool.coordinator.core import events as ev
@@ -18,13 +19,17 @@ def passed(version: int, group: Group) -> str:
     return f"version is {version}, but the committed weight version is {group.version}"
 
 
-def end_passed(requests: StreamRequests, group: Group) -> None:
-    """Other weights are committed: requests that name an earlier version get their final answer."""
+def end_passed(requests: StreamRequests, group: Group, before: int) -> None:
+    """Other weights than those of version `before` are committed: requests that name an earlier one get their final answer."""
     for request in group.exact.before(group.version):
         version = request.exact_version
         assert version is not None and request.state != DONE, request
         if not end_with_tokens(requests, request):
             requests.fail(request, "version_passed", passed(version, group), field="version", limit=str(group.version))
+    if group.version <= before:
+        for request in group.exact.all():
+            if not end_with_tokens(requests, request) and request.generation is not None:
+                _put_back(requests, list(request.generation.tasks.values()))
 
 
 def end_with_tokens(requests: StreamRequests, request: Request) -> bool:
@@ -55,7 +60,13 @@ def take_back(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
         batch = worker.batches.get((e.epoch, counter))
         request = None if batch is None else batch.slices[0][0]
         if batch and request and request.generation is not None and request.exact_version not in (None, e.version):
-            end_batch(requests.core, batch)
-            interrupted(requests, batch, lost=False)
             tasks.append(batch)
+    _put_back(requests, tasks)
+
+
+def _put_back(requests: StreamRequests, tasks: list[RunningBatch]) -> None:
+    """What these generate is not wanted: their sequences wait for the weights that they name."""
+    for batch in tasks:
+        end_batch(requests.core, batch)
+        interrupted(requests, batch, lost=False)
     stop_tasks(requests.core, tasks)

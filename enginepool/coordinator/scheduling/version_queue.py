@@ -94,6 +94,10 @@ class ExactVersions(Generic[T]):
             self._by_version = {version: known for version, known in self._by_version.items() if known}
             self._versions, self._empty = sorted(self._by_version), 0
 
+    def all(self) -> list[T]:
+        """All requests."""
+        return [request for known in self._by_version.values() for request in known]
+
     def before(self, version: int) -> list[T]:
         """Take out the requests that name an earlier version than this one."""
         out: list[T] = []

@@ -95,7 +95,7 @@ class UpdateOutcomes:
                     # Its answers would be of the old version. One that holds these weights runs on: it would not drop its work.
                     self.fleet.recall(worker)
                 self.restoring.changed(worker)
-        end_passed(self.requests, group)
+        end_passed(self.requests, group, before)
         self.requests.reweigh(group, before)
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))
