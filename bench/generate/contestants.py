@@ -58,7 +58,8 @@ def settings_of(model: Path, device: Device, scratch: Path) -> dict[str, Any]:
 def start_pool(
     model: Path, device: Device, loads: int, scratch: Path, stack: ExitStack, operations: Sequence[str] = ("generate",)
 ) -> Running:
-    address, daemon = pool_of(model, device, [*operations], options_of(device), scratch, stack)
+    # No weights are published, for which the other contestants keep no memory either.
+    address, daemon = pool_of(model, device, [*operations], options_of(device), scratch, stack, reserve_staging=False)
     children = load_processes("pool", address, loads, scratch, stack)
     return Running(POOL, children, partial(hear_all, children, daemon))
 
