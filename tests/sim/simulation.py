@@ -289,6 +289,10 @@ class Simulation:
         while self.oracle.commands.open and world.now < end:
             world.run_until(world.now + 1.0)
         world.run_until(world.now + SETTLED_S)
+        end = world.now + PATIENCE_S
+        while (wrong := self._unlike_wanted()) and world.now < end:
+            world.run_until(world.now + 1.0)
+        assert not wrong, f"other parts of engines sleep than are to: {wrong}"
         waker = SimClient(self.network, self.oracle, len(self.clients), self.plan.settings)
         waker.start()
         end = world.now + PATIENCE_S
@@ -303,6 +307,17 @@ class Simulation:
                 assert world.now < end, f"group {group!r} does not go on: {command}"
                 if command.outcome == "reported":
                     break
+
+    def _unlike_wanted(self) -> list[str]:
+        """Workers that the coordinator knows, and of whose engines other parts sleep than are to."""
+        found: list[str] = []
+        for worker in self.cluster.workers.values():
+            group = self.coordinator.machine.core.groups[worker.group]
+            known = group.workers.get(worker.registers_as)
+            if known is not None and worker.stage == "ready" and not worker.engine.stuck:
+                asleep, wanted = frozenset(worker.engine.asleep), group.holds.wanted(known.name)
+                found += [] if asleep == wanted else [f"{known.name}: {sorted(asleep)}, not {sorted(wanted)}"]
+        return found
 
     def _open(self) -> int:
         """How many calls, commands and changes of adapters have no answer."""
