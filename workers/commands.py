@@ -1,4 +1,8 @@
-"""Commands of the coordinator, one after the other, most of them between two batches. To resume, a worker has nothing to do."""
+"""Commands of the coordinator, one after the other, most of them between two batches.
+
+An engine is kept paused while generations that are wanted stand still in it, and never empty: a paused group gives it no work,
+and where a `resume` is lost with its link, which ends the generations, it goes on by itself.
+"""
 
 import asyncio
 import time
@@ -8,7 +12,8 @@ from typing import TypeVar, get_args
 
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.engine import Engine, EngineDied, EngineError
+from enginepool.workers.engine import Engine, EngineDied, EngineError, PauseMode
+from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.events import CommandDone, EngineLost, WorkerEvent
 from enginepool.workers.failures import one_line
 from enginepool.workers.generation import GenerationRunner
@@ -18,6 +23,8 @@ from enginepool.workers.saving import WeightSaving
 T = TypeVar("T")
 #: an engine that takes longer hangs: it may copy all of its weights to the host's memory and back
 MEMORY_S = 120.0
+#: the name under which the engine is paused
+PAUSED_BY = "command"
 
 
 class CommandRunner:
@@ -27,16 +34,18 @@ class CommandRunner:
         feed: takes what happens.
         between: the door of the engine.
         generations: those that run in it.
+        rows: the door for batches of rows alone.
+        pauses: those of the engine.
         profiling: its profiles.
         saving: of its weights.
     """
 
     def __init__(
         self, engine: Engine, feed: Callable[[WorkerEvent], None], between: BetweenBatches, generations: GenerationRunner,
-        profiling: Profiling, saving: WeightSaving,
+        rows: BetweenBatches, pauses: EnginePauses, profiling: Profiling, saving: WeightSaving,
     ) -> None:  # fmt: skip
         self._engine, self._feed, self._between, self._generations = engine, feed, between, generations
-        self._profiling, self._saving = profiling, saving
+        self._rows, self._pauses, self._profiling, self._saving = rows, pauses, profiling, saving
         #: one command after the other, in the order in which they came
         self._turn = asyncio.Lock()
         #: the parts of the engine's memory that are released
@@ -71,9 +80,13 @@ class CommandRunner:
     async def _run(self, command: Command, answer: Commanded) -> bool:
         """Whether the weights are lost by it. `answer` gets a remark, where there is one."""
         tags = frozenset[MemoryTag](command.tags or get_args(MemoryTag))
+        if command.command in ("pause", "resume", "sleep") and command.mode == "abort":
+            await self._go_on()
         if command.command == "flush":
             if "kv_cache" not in self._asleep:  # what sleeps keeps no prefixes
                 await self._when_empty("flush", self._engine.flush)
+        elif command.command == "pause" and command.mode != "abort":
+            await self._pause(command.mode)
         elif command.command == "pause":
             await self._when_empty("pause", _nothing)
         elif command.command == "sleep" and (fresh := sorted(tags - self._asleep)):
@@ -90,6 +103,34 @@ class CommandRunner:
         elif command.command == "stop_profile":
             answer.message = await self._profiling.stop(command)
         return False
+
+    async def _pause(self, mode: PauseMode) -> None:
+        """Batches of rows finish, and the generations stand still."""
+        self._engine.check_pause(mode)
+        async with self._rows.alone():
+            if self._generations.wanted:
+                await self._generations.defer_cancels()
+                if await self._pauses.pause(PAUSED_BY, mode) == "retract":
+                    self._generations.cancel_deferred()  # they wait in the engine, which drops them at once
+                await asyncio.sleep(0)  # what they emitted is sent before the answer
+        await self.cancelled()
+
+    async def cancelled(self) -> None:
+        """Generations were cancelled: a paused engine in which none is wanted goes on, and they leave it."""
+        if not self._generations.wanted:
+            await self._go_on()
+
+    async def free_stopped(self) -> None:
+        """Those that were cancelled leave a paused engine, which computes the KV of the others again."""
+        async with self._turn:
+            if self._generations.defers:
+                await self._pauses.retract(PAUSED_BY)
+                self._generations.cancel_deferred()
+                await self._generations.cancelled_left()
+
+    async def _go_on(self) -> None:
+        self._generations.cancel_deferred()
+        await self._pauses.resume(PAUSED_BY)
 
     async def _in_time(self, change: Callable[[list[MemoryTag]], Awaitable[T]], tags: list[MemoryTag]) -> T:
         """No batch would show that the engine hangs: it is given none meanwhile. Raises EngineDied."""

@@ -13,13 +13,25 @@ class EnginePauses:
         self._modes: dict[str, PauseMode] = {}
         self._turn = asyncio.Lock()
 
-    async def pause(self, who: str, mode: PauseMode, *, confirmed: bool = True) -> None:
-        """As `Engine.pause`, until `resume` of the same name. `retract` after `in_place` retracts what is paused."""
+    async def pause(self, who: str, mode: PauseMode, *, confirmed: bool = True) -> PauseMode:
+        """As `Engine.pause`, until `resume` of the same name. `retract` after `in_place` retracts what is paused. Returns how
+        the engine is paused then."""
         async with self._turn:
             self._engine.check_pause(mode)
-            if not self._modes or (mode == "retract" and mode not in self._modes.values()):
+            if "retract" in self._modes.values():
+                mode = "retract"
+            elif not self._modes or mode == "retract":
                 await self._engine.pause(mode, confirmed=confirmed)
+                self._modes = dict.fromkeys(self._modes, mode)
             self._modes[who] = mode
+            return mode
+
+    async def retract(self, who: str) -> None:
+        """If it keeps the engine paused `in_place`, from now on with `retract`."""
+        async with self._turn:
+            if self._modes.get(who) == "in_place":
+                await self._engine.pause("retract")
+                self._modes = dict.fromkeys(self._modes, "retract")
 
     async def resume(self, who: str) -> None:
         """It does not want the engine paused any more. Idempotent."""

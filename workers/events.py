@@ -283,6 +283,10 @@ class ResumeEngine(WorkerEffect, frozen=True):
     """The engine goes on, if it is paused for a `load`: nothing that it generates for this is wanted any more."""
 
 
+class FreeStopped(WorkerEffect, frozen=True):
+    """New weights wait for generations that were cancelled: they leave an engine that a command keeps paused."""
+
+
 class Note(WorkerEffect, frozen=True):
     """One line for the operator (stderr)."""
 

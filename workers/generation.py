@@ -209,11 +209,18 @@ class GenerationRunner:
         #: by `top_logprobs` and `hidden_states`
         self._out = {(0, False): OutgoingSteps(feed)}
         self._running: dict[TaskId, RunningGeneration] = {}
+        #: the engine hears later that these were cancelled; None: at once
+        self._deferred: list[RunningGeneration] | None = None
 
     @property
     def wanted(self) -> int:
         """Generations inside that were not cancelled."""
         return sum(not one.stopped for one in self._running.values())
+
+    @property
+    def defers(self) -> bool:
+        """Generations inside were cancelled, and the engine has not heard of that."""
+        return bool(self._deferred)
 
     def run(self, run: RunGeneration) -> None:
         """Give a generation to the engine."""
@@ -232,6 +239,27 @@ class GenerationRunner:
         for task in tasks:
             one = self._running[task]
             one.stopped = True
+            assert one.work is not None
+            if self._deferred is not None:
+                self._deferred.append(one)
+            else:
+                one.work.cancel()
+
+    async def defer_cancels(self) -> None:
+        """The engine is about to be paused between two steps: it would drop a sequence only with its next one, also if it takes
+        it back into its queue meanwhile. From now on it hears of no `cancel`. Waits until those have left that it heard of."""
+        self._deferred = [] if self._deferred is None else self._deferred
+        await self.cancelled_left()
+
+    async def cancelled_left(self) -> None:
+        """Wait until those have left of whose `cancel` the engine has heard."""
+        while leaving := [one.work for one in self._running.values() if one.work is not None and one.work.cancelling()]:
+            await asyncio.wait(leaving)
+
+    def cancel_deferred(self) -> None:
+        """The engine hears of each `cancel` again, and of those that it did not hear of."""
+        deferred, self._deferred = self._deferred, None
+        for one in deferred or ():
             assert one.work is not None
             one.work.cancel()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from enginepool.protocol.messages import TaskId
 from enginepool.workers.events import (
     CancelGenerations,
+    FreeStopped,
     RunBatch,
     RunGeneration,
     RunTokenize,
@@ -101,9 +102,10 @@ class TaskLedger:
         unsent, self.unsent = self.unsent, {}
         return unsent.values()
 
-    def stop(self, epoch: int, counters: Iterable[int]) -> list[WorkerEffect]:
-        """Drop these generations, and nothing else."""
-        return self._stop(self.generating.intersection((epoch, counter) for counter in counters))
+    def stop(self, epoch: int, counters: Iterable[int], waiting: object = None) -> list[WorkerEffect]:
+        """Drop these generations, and nothing else. `waiting`: what waits for an engine without them, if something does."""
+        dropped = self._stop(self.generating.intersection((epoch, counter) for counter in counters))
+        return [*dropped, *self.hurry(waiting is not None)]
 
     def stop_all(self) -> list[WorkerEffect]:
         """Drop all generations, and nothing else."""
@@ -126,6 +128,10 @@ class TaskLedger:
             del self.held[task]
         self.stopped |= inside
         return _cancel(inside)
+
+    def hurry(self, wanted: bool) -> list[WorkerEffect]:
+        """What was stopped is to leave the engine now, if that is `wanted`."""
+        return [FreeStopped()] if wanted and self.stopped else []
 
     def generation_left(self, task: TaskId) -> bool:
         """A generation has left the engine. False: it was dropped or stopped before."""

@@ -33,6 +33,7 @@ from enginepool.workers.events import (
     EngineStage,
     Exit,
     Frame,
+    FreeStopped,
     Note,
     PrefixesChanged,
     ReportPrefixes,
@@ -94,16 +95,17 @@ class WorkerProcess:
         self.end: asyncio.Future[EndProcess] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.between = BetweenBatches()
+        self.between, self.rows = BetweenBatches(), BetweenBatches()
         self.adapters = AdapterRunner(engine, spec.adapter_roots, spec.adapter_store)
         self.media = MediaReader(spec.media_root, spec.media_urls)
         self.generations = GenerationRunner(engine, self.feed, self._spawn, self.between, self.media)
+        self.pauses = EnginePauses(engine)
         profiling = Profiling(engine, spec.profile_root, (spec.group, spec.incarnation), self._spawn)
         saving = WeightSaving(engine, spec.save_roots, spec.group, spec.model, spec.options.get("revision"))
-        self.commands = CommandRunner(engine, self.feed, self.between, self.generations, profiling, saving)
+        doors = self.between, self.generations, self.rows, self.pauses
+        self.commands = CommandRunner(engine, self.feed, *doors, profiling, saving)
         self.prefixes = PrefixReport()
         engine.report_prefixes(self.prefixes)
-        self.pauses = EnginePauses(engine)
         self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots, self.pauses)
 
     async def run(self) -> Exit:
@@ -154,6 +156,9 @@ class WorkerProcess:
             self.generations.run(effect)
         elif isinstance(effect, CancelGenerations):
             self.generations.cancel(effect.tasks)
+            self._spawn(self.commands.cancelled())
+        elif isinstance(effect, FreeStopped):
+            self._spawn(self.commands.free_stopped())
         elif isinstance(effect, RunCommand):
             command = effect.command
             self._spawn(self._change_adapter(command) if isinstance(command, ChangeAdapter) else self.commands.run(command))
@@ -306,7 +311,7 @@ class WorkerProcess:
     async def _batch(self, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
         batch = decode_batch(run.batch, run.frames)
         began = time.monotonic()
-        async with self.between.batch():
+        async with self.between.batch(), self.rows.batch():
             outcome = await self.engine.score(batch)
         return encode_outcome(run.batch.batch, outcome, int((time.monotonic() - began) * 1e6))
 
@@ -322,6 +327,8 @@ class WorkerProcess:
             return Tokenized(task, code=error.code, message=error.message, field=error.field, limit=error.limit), ()
 
     async def _change_adapter(self, message: ChangeAdapter) -> None:
+        if message.action == "unload":
+            await self.commands.free_stopped()  # a sequence that was stopped in a paused engine uses its adapter
         try:
             answer = await self.adapters.run(message)
         except EngineDied as error:

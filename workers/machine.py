@@ -152,12 +152,12 @@ class WorkerMachine:
             wire.Batch: lambda e, m: self._work(m.batch, ev.RunBatch(m, e.frames, e.unreadable)),
             wire.Tokenize: lambda e, m: self._work(m.task, ev.RunTokenize(m, e.frames, e.unreadable)),
             wire.StartGeneration: lambda e, m: self._start(m, ev.RunGeneration(m, e.frames, e.unreadable)),
-            wire.StopGeneration: lambda _, m: [*self.work.stop(m.epoch, m.tasks), *self._end_if_drained()],
+            wire.StopGeneration: lambda _, m: self.work.stop(m.epoch, m.tasks, self.updates.waiting) + self._end_if_drained(),
             wire.Accept: lambda _, m: self._accept(m),
             wire.ErrorReply: lambda _, m: self._refused(m),
             wire.Expired: lambda _, m: self._expired(m),
             wire.Drain: lambda _, m: self._drain("the coordinator asked for it"),
-            Command: lambda _, m: self._allowed([self.memory.take(m, self.epoch, self.stage, takes_weights=self.updates.busy)]),
+            Command: lambda _, m: self._allowed([self.memory.take(m, self.epoch, self.stage, self.updates, self.work)]),
             wire.ChangeAdapter: lambda _, m: self._allowed(self.adapters.take(m, self.epoch, self.stage)),
             **dict.fromkeys(get_args(ev.Asked), lambda e, m: self._weights(m, e.frames)),
         }
@@ -258,7 +258,8 @@ class WorkerMachine:
     def _emptied(self) -> list[WorkerEffect]:
         """No dropped work is inside the engine: weights first, then the work that was held back."""
         waits = self.work.stopped or self.memory.commanded
-        effects = [] if waits else self._allowed(self.updates.load(generates=self.work.generates))
+        hurry = self.work.hurry(self.updates.waiting is not None)
+        effects = hurry if waits else self._allowed(self.updates.load(generates=self.work.generates))
         if not self.updates.busy:
             effects += self.work.release()
         return effects
@@ -328,8 +329,7 @@ class WorkerMachine:
     def _tick(self, event: ev.WorkerTick) -> list[WorkerEffect]:
         silence = self.silence
         if silence.orphaned(self.now):
-            reason = f"no word from a coordinator for {silence.orphan_s:g} s"
-            return self._end(ev.Exit.ORPHANED, reason, close=True)
+            return self._end(ev.Exit.ORPHANED, f"no word from a coordinator for {silence.orphan_s:g} s", close=True)
         effects: list[WorkerEffect] = [ev.Note(line)] if (line := silence.line(self.now)) else []
         effects += self._end_if_drained()
         if self.ended is None and self.linked and silence.must_ask(self.now, registered=self.registered):

@@ -8,6 +8,8 @@ refused, and goes elsewhere.
 from enginepool.protocol.messages import TaskId
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.workers.events import CommandDone, RunCommand, SendToCoordinator, WorkerEffect
+from enginepool.workers.ledger import TaskLedger
+from enginepool.workers.weights.machine import WorkerUpdates
 
 
 class MemoryState:
@@ -24,13 +26,17 @@ class MemoryState:
         """No work may enter the engine."""
         return bool(self.commanded or self.asleep)
 
-    def take(self, command: Command, epoch: int, stage: str, *, takes_weights: bool) -> WorkerEffect:
+    def take(self, command: Command, epoch: int, stage: str, updates: WorkerUpdates, work: TaskLedger) -> WorkerEffect:
         """Run a command, or say why not. One that is delivered twice runs twice: the first answer may be lost with its link."""
-        if command.task[0] == epoch and stage == "ready" and not takes_weights:
+        # Where dropped work is inside, later work waits for it, and would enter an engine that has said that it is paused.
+        waits = updates.busy or (bool(work.leaving) and command.mode != "abort")
+        if command.task[0] == epoch and (command.command == "resume" or (stage == "ready" and not waits)):
             if command.command in ("sleep", "wake"):
                 self.commanded.add(command.task)
             return RunCommand(command)
-        doing = "it takes weights" if stage == "ready" and takes_weights else stage
+        doing = stage
+        if stage == "ready" and waits:
+            doing = "it takes weights" if updates.busy else "dropped work is in its engine"
         return SendToCoordinator(Commanded(command.task, "pool_down", f"not ready: {doing}"))
 
     def done(self, event: CommandDone) -> None:

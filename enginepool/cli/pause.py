@@ -1,6 +1,6 @@
 """`enginepool pause` and `enginepool resume`: a group starts no work for a while."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,17 +10,23 @@ from enginepool.cli.outcomes import show_outcomes
 Group = Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")]
 
 
-def pause(group: Group = "", connect: Address = DEFAULT_ADDRESS) -> None:
+def pause(
+    group: Group = "",
+    connect: Address = DEFAULT_ADDRESS,
+    mode: Annotated[str, typer.Option(metavar="MODE", help="Generations that run: abort, in_place or retract.")] = "abort",
+) -> None:
     """Let a group start no work until it is resumed.
 
-    Its requests wait, and generations go back to the queue. Needs the role publisher. A line for each worker says whether its
-    engine is empty. Exit code 1 if one is not.
+    Its requests wait. Generations go back to the queue, or with in_place and retract stand still in their engines. Needs the
+    role publisher. A line for each worker says whether its engine works no more. Exit code 1 if one does.
 
     \b
     Examples:
       enginepool pause policy
+      enginepool pause policy --mode in_place
     """
-    show_outcomes(ask_pool(connect, lambda pool: pool.pause(group)), "paused")
+    how: Any = mode
+    show_outcomes(ask_pool(connect, lambda pool: pool.pause(group, how)), "paused")
 
 
 def resume(group: Group = "", connect: Address = DEFAULT_ADDRESS) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import get_args
 
-from enginepool.client.arguments import bad, check_group, check_int, check_path, check_timeout, check_worker
+from enginepool.client.arguments import bad, check_choice, check_group, check_int, check_path, check_timeout, check_worker
 from enginepool.client.connection import Connection
 from enginepool.errors import error_from
 from enginepool.protocol.messages import ErrorReply
@@ -16,6 +17,7 @@ from enginepool.protocol.messages.control import (
     MemoryTag,
     WorkerOutcome,
 )
+from enginepool.protocol.messages.weights import RunningGenerations
 
 #: the parts of an engine's memory that can be released
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
@@ -75,20 +77,31 @@ class ControlCalls:
         """
         return await self._command(_memory("wake", group, tags, worker), timeout)
 
-    async def pause(self, group: str = "", *, timeout: float | None = 120.0) -> ControlReport:  # noqa: ASYNC109
+    async def pause(
+        self, group: str = "", mode: RunningGenerations = "abort", *, timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> ControlReport:  # fmt: skip
         """Have a group start no work until `resume`; needs the role `publisher`.
 
-        Its requests wait in the queue, and their timeouts count. When the report arrives nothing runs in the engines that it
-        lists without a code: batches have finished, and generations are back in the queue. A generation with `partial=True`
-        ends as interrupted, with what it has. All others go on after their last token once the group is resumed. New weights
-        can be published meanwhile. A group stays paused when this program ends, and when the coordinator is restarted.
+        Its requests wait in the queue, and all timeouts count. When the report arrives nothing runs in the engines that it
+        lists without a code: batches have finished, and generations stand still. New weights can be published meanwhile. A
+        group stays paused when this program ends, and when the coordinator is restarted.
+
+        Args:
+            mode: what happens to generations. `abort`: they go back to the queue; one with `partial=True` ends as interrupted,
+                with what it has, and all others go on after their last token, on any worker. `in_place`: they stay in their
+                engines, and go on over the keys and values that they have. `retract`: they stay, and their keys and values are
+                freed and computed again. With `in_place` and `retract` it is all or nothing: if a row of the report has a
+                code, the group goes on, or stays paused as it was before. Generations of a worker that ends meanwhile go back
+                to the queue, and so do all when the coordinator is restarted.
 
         Raises:
             UnknownGroup: there is no such group.
+            BadRequest: an unknown mode.
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        return await self._command(Control(0, "pause", check_group(group)), timeout)
+        check_choice("mode", mode, get_args(RunningGenerations))
+        return await self._command(Control(0, "pause", check_group(group), mode=mode), timeout)
 
     async def resume(self, group: str = "", *, timeout: float | None = 120.0) -> ControlReport:  # noqa: ASYNC109
         """Have a group that was paused start work again; needs the role `publisher`. No error where it is not paused.

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
+from enginepool.protocol.messages.weights import RunningGenerations
 
 CommandName = Literal["flush", "sleep", "wake", "pause", "resume", "abort", "start_profile", "stop_profile", "save"]
 #: commands of operators: they take the work of others, or write files
@@ -19,10 +20,11 @@ class Control(Message, tag="control"):
     """Run `command` on all workers of `group`, or on `worker` alone; answered by `control_report`.
 
     flush: forget all prefixes that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]:
-    all parts). pause, resume: start no work of the group, and take back its generations; start work again. abort: end all
-    requests of the group, of all clients; no worker is asked. start_profile: engines write what they compute into files under
-    `profile_root` of the group, for `steps` forwards (0: without a limit), and at most `seconds`. stop_profile: end that.
-    save: one worker writes the weights of its engine into a new folder `path`, under `save_roots` of the group.
+    all parts). pause, resume: start no work of the group; start work again. `mode`: what happens to generations that run.
+    abort: end all requests of the group, of all clients; no worker is asked. start_profile: engines write what they compute
+    into files under `profile_root` of the group, for `steps` forwards (0: without a limit), and at most `seconds`.
+    stop_profile: end that. save: one worker writes the weights of its engine into a new folder `path`, under `save_roots` of
+    the group.
     """
 
     id: int
@@ -33,6 +35,7 @@ class Control(Message, tag="control"):
     seconds: float = 10.0
     steps: int = 0
     path: str = ""
+    mode: RunningGenerations = "abort"
 
 
 class WorkerOutcome(msgspec.Struct, omit_defaults=True):
@@ -55,7 +58,8 @@ class ControlReport(Message, tag="control_report"):
 
 
 class Command(Message, tag="command"):
-    """Run a command of `control` between two batches; those about profiles and `save` at once. Answered by `commanded`."""
+    """Run a command of `control` between two batches; those about profiles and `save` at once. `mode`: as there. Answered by
+    `commanded`."""
 
     task: TaskId
     command: CommandName
@@ -63,6 +67,7 @@ class Command(Message, tag="command"):
     seconds: float = 10.0
     steps: int = 0
     path: str = ""
+    mode: RunningGenerations = "abort"
 
 
 class Commanded(Message, tag="commanded"):

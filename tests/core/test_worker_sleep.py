@@ -14,6 +14,7 @@ from enginepool.workers import commands
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.commands import CommandRunner
 from enginepool.workers.engine import EngineDied, EngineError
+from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
     CommandDone,
@@ -118,9 +119,10 @@ class Runner:
         self.between = BetweenBatches()
         self.tasks: set[asyncio.Task[None]] = set()
         generations = GenerationRunner(self.engine, self.said.append, self.spawn, self.between)
-        profiling = Profiling(self.engine, "", ("g", "w"), self.spawn)
         self.saving = WeightSaving(self.engine, roots, "g", "m")
-        self.runner = CommandRunner(self.engine, self.said.append, self.between, generations, profiling, self.saving)
+        doors = self.between, generations, BetweenBatches(), EnginePauses(self.engine)
+        others = Profiling(self.engine, "", ("g", "w"), self.spawn), self.saving
+        self.runner = CommandRunner(self.engine, self.said.append, *doors, *others)
         self.count = 0
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -321,6 +321,36 @@ class _Host:
         await asyncio.gather(*work)
         return emitted, pauses
 
+    async def cancel_in_pause(self, tasks: tuple[GenerationTask, ...], mode: PauseMode) -> tuple[bool, list[list[NewTokens]]]:
+        """Whether the first task left when it was cancelled in a pause, and what each task emitted until all others had ended.
+        The pause begins once each has emitted something. `in_place`: in the pause those that are inside are also retracted."""
+        emitted: list[list[NewTokens]] = [[] for _ in tasks]
+        moved = asyncio.Event()
+
+        def emit(number: int, new: NewTokens) -> None:
+            emitted[number].append(new)
+            moved.set()
+
+        work = [asyncio.create_task(self._engine.generate(task, partial(emit, i))) for i, task in enumerate(tasks)]
+        while not all(emitted):
+            moved.clear()
+            await moved.wait()
+        await self._engine.pause(mode)
+        before = len(emitted[0])
+        work[0].cancel()
+        for _ in range(3):
+            await self._engine.weights.confirm()
+        left = work[0].done()
+        if not left:
+            await self._engine.pause("retract")
+            assert not work[0].done(), "a retract lets it go: commands need not hold its cancel back"
+        await self._engine.resume()
+        await asyncio.wait(work)
+        assert work[0].cancelled() and len(emitted[0]) == before
+        for one in work[1:]:
+            one.result()
+        return left, emitted
+
     async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""
         order: list[int] = []

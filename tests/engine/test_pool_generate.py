@@ -19,6 +19,7 @@ import pytest
 from enginepool import Generation, Generations, Pool, WeightPublisher
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.errors import BadRequest, EngineFailed, Interrupted, VersionPassed
+from enginepool.protocol.messages.weights import RunningGenerations
 from tests.engine.forked import ForkedDaemon
 from tests.engine.language_models import LanguageModel
 from tests.engine.reference import Models, Reference
@@ -230,38 +231,53 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
     new = {name: torch.flip(tensor, (0,)).contiguous() for name, tensor in own.items()}
     prompts = [[17, 8, 9, i] for i in range(4)]
 
-    async def scenario() -> list[Generation]:
+    async def scenario() -> tuple[list[Generation], int]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
                 await asyncio.sleep(0.1)
             last = (await pool.weights()).version
             async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
                 await publisher.publish(own, last + 1)
-                streams = [pool.stream(prompt, max_new_tokens=300, **GREEDY) for prompt in prompts]
+                streams = [pool.stream(prompt, max_new_tokens=480, **GREEDY) for prompt in prompts]
                 chunks = [aiter(stream) for stream in streams]
                 for begun in chunks:
                     await anext(begun)
                 assert [row.code for row in (await pool.pause()).workers] == ["", ""]
                 assert (await pool.status()).groups[0].running == 0
-                report = await pool.sleep()
+                gone = asyncio.create_task(pool.generate([5, 6], max_new_tokens=480, **GREEDY))
+                while (await pool.status()).groups[0].queued < 5:
+                    await asyncio.sleep(0.01)
+                modes: list[tuple[RunningGenerations, int]] = [("in_place", 5), ("retract", 4)]
+                for mode, inside in modes:
+                    await pool.resume()
+                    for more in chunks:
+                        await anext(more)
+                    assert [row.code for row in (await pool.pause(mode=mode)).workers] == ["", ""]
+                    assert (await pool.status()).groups[0].running == inside
+                    if mode == "in_place":
+                        gone.cancel()  # new weights wait until it has left the paused engine
+                        await publisher.publish(own, last + 2, in_flight="in_place")
+                        assert (await pool.status()).groups[0].running == 4
+                report = await pool.sleep()  # those that were retracted go back to the queue
                 assert [row.code for row in report.workers] == ["", ""], report
                 status = (await pool.status()).groups[0]
                 assert (status.running, [worker.stage for worker in status.workers]) == (0, ["asleep"] * 2)
                 await pool.wake(tags=["weights"])
-                await publisher.publish(new, last + 2)
+                await publisher.publish(new, last + 3)
                 await pool.wake()
                 await pool.resume()
-                return [(await stream.result())[0][0] for stream in streams]
+                return [(await stream.result())[0][0] for stream in streams], last + 3
 
-    results = asyncio.run(scenario())
-    assert any(len(found.spans) == 2 for found in results), "no stream had ended before"
+    results, newest = asyncio.run(scenario())
+    assert any(found.spans[-1][0] == newest for found in results), "all streams had ended before"
     for prompt, found in zip(prompts, results, strict=True):
-        before = found.spans[0][1]
-        assert (sum(tokens for _, tokens in found.spans), found.finish_reason) == (300, "length")
+        after = sum(count for version, count in found.spans if version == newest)
+        before = sum(count for _, count in found.spans) - after
+        assert (before + after, found.finish_reason) == (480, "length")
         tokens = found.token_ids.tolist()
         assert reference.following(prompt, tokens[:before])[0].max() < 1e-4
         with reference.holding(new):
-            assert before == 300 or reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
+            assert not after or reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
 
 
 def test_token_ids_are_decoded_as_the_tokenizer_of_the_model_decodes_them(daemon: Daemon, reference: Reference) -> None:

@@ -403,6 +403,20 @@ def test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(
 
 
 @pytest.mark.every_version
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_what_is_cancelled_in_a_pause_leaves_where_it_waits_and_else_with_the_next_step(
+    generating: HostedEngine, reference: Reference, mode: str
+) -> None:
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=40) for prompt in PROMPTS)
+    left, emitted = generating.call("cancel_in_pause", tasks, mode)
+    assert left == (mode == "retract")
+    for prompt, one_of_them in zip(PROMPTS[1:], emitted[1:], strict=True):
+        found = Continued(one_of_them)
+        assert len(found.tokens) == 40
+        assert_greedy(reference, prompt, found)
+
+
+@pytest.mark.every_version
 def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weights_arrive_in_between(
     generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
 ) -> None:
@@ -501,6 +515,8 @@ def test_all_of_that_holds_where_forwards_overlap(models: Models, reference: Ref
         test_a_temperature_follows_its_schedule_by_the_position_in_the_output(engine, reference)
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "in_place")
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "retract")
+        for mode in ("in_place", "retract"):
+            test_what_is_cancelled_in_a_pause_leaves_where_it_waits_and_else_with_the_next_step(engine, reference, mode)
         test_sequences_go_on_under_new_weights_over_keys_and_values_of_the_old_ones(engine, reference, models, tmp_path)
         test_retracted_sequences_go_on_as_if_the_new_weights_had_computed_all_before(engine, reference, models, tmp_path)
         engine.end()

@@ -118,6 +118,29 @@ def test_four_adapters_are_swapped_under_load_and_each_answer_is_of_the_version_
     assert not list((tmp_path / "state/adapters/g").iterdir()), "no version that came as tensors is left"
 
 
+def test_an_adapter_is_unloaded_while_generations_that_used_it_stand_still_in_a_paused_engine(
+    processes: Processes, tmp_path: Path
+) -> None:
+    async def scene(pool: Pool) -> None:
+        await pool.load_adapter("a", tensors=tensors(1), config=CONFIG)
+        before = [worker.pid for worker in await workers(pool)]
+        used, other = (pool.stream(prompt(i), max_new_tokens=1000, adapter=name) for i, name in enumerate(("a", "")))
+        begun = [aiter(used), aiter(other)]
+        for chunks in begun:
+            await anext(chunks)
+        assert [row.code for row in (await pool.pause(mode="in_place")).workers] == [""]
+        await pool.unload_adapter("a")
+        with pytest.raises(errors.Interrupted):
+            await used.result()
+        await pool.load_adapter("b", tensors=tensors(2), config=CONFIG)  # once the worker has unloaded the other one
+        assert [worker.pid for worker in await workers(pool)] == before
+        await pool.resume()
+        [[one]] = await other.result()
+        assert len({*one.workers}) == 1
+
+    run(pool_in(processes, tmp_path, workers=1), scene)
+
+
 def test_adapters_survive_the_coordinator_and_the_workers(processes: Processes, tmp_path: Path) -> None:
     daemon = pool_in(processes, tmp_path)
 

@@ -8,10 +8,11 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from enginepool import Pool
+from enginepool import Pool, WeightPublisher
 from enginepool.errors import BadRequest, Interrupted, RequestCancelled
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.messages.control import ControlReport
@@ -19,7 +20,9 @@ from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
-from tests.process.scenes import Play, Stage, arena, play
+from tests.process.scenes import OPTIONS, Play, Stage, arena, play
+from tests.process.test_generate import Streams, generating, run, streaming, workers_of
+from tests.process.weights import some_weights
 
 __all__ = ["arena", "play"]
 
@@ -163,3 +166,74 @@ def test_the_requests_of_a_group_end_with_what_they_have(processes: Processes, t
 
 async def status_of(pool: Pool) -> GroupStatus:
     return (await pool.status()).groups[0]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_generations_of_a_paused_group_stand_still_take_new_weights_and_go_on(
+    processes: Processes, tmp_path: Path, mode: Literal["in_place", "retract"]
+) -> None:
+    daemon = generating(processes, tmp_path)
+
+    async def scene() -> None:
+        async with streaming(daemon) as (pool, streams), WeightPublisher(pool, **OPTIONS) as publisher:
+            gone = asyncio.create_task(pool.generate([1], max_new_tokens=500))
+            async with asyncio.timeout(PATIENCE_S):
+                while (await status_of(pool)).running <= len(streams.tasks):
+                    await asyncio.sleep(0)
+            code, out, err = await asyncio.to_thread(call, "pause", "g", "--mode", mode, "--connect", daemon.address)
+            assert (code, out, err) == (0, "g-0: paused\ng-1: paused\n", "")
+            gone.cancel()
+            taken = await standing(streams)
+            digest = (await publisher.publish(some_weights(1), 1, in_flight="in_place")).digest
+            assert await standing(streams) == taken and (await status_of(pool)).paused
+            assert [row.code for row in (await pool.resume()).workers] == ["", ""]
+            for [[one]] in await streams.check({0: "", 1: digest}):
+                assert [version for version, _ in one.spans] == [0, 1] and len({*one.workers}) == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize("killed", ["worker", "coordinator"])
+def test_generations_of_a_paused_group_survive_their_worker_and_their_coordinator(
+    processes: Processes, tmp_path: Path, killed: str
+) -> None:
+    daemon = generating(processes, tmp_path)
+
+    async def scene() -> None:
+        async with streaming(daemon) as (pool, streams):
+            assert [row.code for row in (await pool.pause(mode="in_place")).workers] == ["", ""]
+            taken = await standing(streams)
+            if killed == "worker":
+                os.kill(workers_of(daemon)[0], signal.SIGKILL)
+            else:
+                daemon.process.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(daemon.process.wait, PATIENCE_S)
+                await asyncio.to_thread(daemon.successor)
+            await pool.ready(PATIENCE_S)
+            assert (await status_of(pool)).paused and await standing(streams) == taken
+            await pool.resume()
+            await streams.check()
+
+    run(scene)
+
+
+def test_an_engine_that_cannot_pause_says_why_and_the_group_goes_on(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        report = await stage.pool.pause(mode="retract")
+        assert [row.code for row in report.workers] == ["engine_error"] * 3
+        assert report.workers[0].message.startswith("pause retract: this engine runs score")
+        assert not (await status(stage)).paused
+        await stage.load.more(10)
+        with pytest.raises(BadRequest, match="mode: 'kill'; one of abort, in_place, retract"):
+            await stage.pool.pause(mode="kill")  # type: ignore[arg-type]
+
+    play(scene)
+
+
+async def standing(streams: Streams) -> dict[tuple[int, int], int]:
+    """What each stream has taken, once nothing more arrives of what was sent."""
+    while True:
+        taken = {key: len(tokens) for key, tokens in streams.taken.items()}
+        await asyncio.sleep(0.1)
+        if taken == {key: len(tokens) for key, tokens in streams.taken.items()}:
+            return taken

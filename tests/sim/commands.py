@@ -143,8 +143,11 @@ class CommandWatch:
         assert owed, f"a second report, or one without a command: {message}"
         taken, group, names = owed.pop(0)
         assert [row.name for row in message.workers] == names, f"expected outcomes of {names}, got {message.workers}"
+        # A pause that was undone with another one says so in all rows, and its group goes on.
+        undone = "busy" in {row.code for row in message.workers} and not self.machine.core.groups[group].holds.paused
         for row in message.workers:
-            self._justified(taken, group, row)
+            if not undone or row.code != "busy":
+                self._justified(taken, group, row)
 
     def _justified(self, taken: float, group: str, row: WorkerOutcome) -> None:
         workers = self.machine.core.groups[group].workers.values()

@@ -41,6 +41,7 @@ SHOWN_BY = {
     "a_load_drops_generations": 94,
     "an_engine_without_a_commit_stays_paused": 39,
     "a_drain_never_keeps_generations": 69,
+    "generations_that_stand_still_are_late": 292,
     "a_resumed_sequence_has_as_many_new_tokens_as_at_first": 22,
     "what_waits_for_credit_is_sent_before_the_tokens_of_the_turn": 86,
     "what_names_an_exact_version_outlives_it": 22,

@@ -111,7 +111,9 @@ class SimClient:
         deadline = None if command.timeout is None else now + command.timeout
         wish = command.wish
         self.oracle.commands.sleep.asked(now, command.group, wish)
-        self._take(Ask(now, Control(self.ids, wish.name, command.group, wish.worker, list(wish.tags)), deadline))
+        self._take(
+            Ask(now, Control(self.ids, wish.name, command.group, wish.worker, list(wish.tags), mode=wish.mode), deadline)
+        )
 
     def change(self, change: SimChange) -> None:
         """A publisher changes an adapter."""

@@ -308,11 +308,18 @@ class SimEngine:
         if self.dead or self.hangs:
             return
         command = self._commands[0]
-        if command.command in ("sleep", "pause") and self.generator.leaving:
+        if command.command in ("sleep", "pause", "resume") and command.mode == "abort":
+            self.generator.resume("command")
+        elif command.command == "pause" and self.generator.wanted and not self.generator.paused("command"):
+            self.generator.pause("command", command.mode, self._run_command)
+            return
+        if command.mode == "abort" and command.command in ("sleep", "pause") and self.generator.leaving:
             self.world.after(self.profile.step_s, self._run_command)
             return
         self._commands.popleft()
-        if command.command == "pause" and self.generator.wanted:
+        if not self.generator.wanted:
+            self.generator.resume("command")  # the last of them has ended
+        if command.command == "pause" and command.mode == "abort" and self.generator.wanted:
             # A caller let the group go on before the engine was empty.
             later = any(one.command == "resume" for one in self._commands)
             assert later, f"{self.host.name}: {command} while it generates"

@@ -75,9 +75,9 @@ class SimGenerator:
         #: every task that it was ever given
         self._seen: set[TaskId] = set()
         self._steps = False
-        #: how it is paused, and what follows once it is
-        self._paused = ""
-        self._then: Callable[[], object] | None = None
+        #: how it is paused, by who wants that, and what follows once it is
+        self._paused: dict[str, str] = {}
+        self._then: list[Callable[[], object]] = []
         self._cache = SimPrefixCache(1 << 12, 4)
 
     def run(self, run: RunGeneration) -> None:
@@ -104,25 +104,42 @@ class SimGenerator:
         engine.check_room(who)
         self._go_on()
 
-    def pause(self, mode: str, then: Callable[[], object]) -> None:
+    def pause(self, who: str, mode: str, then: Callable[[], object]) -> None:
         """Stop after the step that runs; do this then."""
-        self._paused, self._then = mode, then
+        self._paused[who] = mode
+        self._then.append(then)
+        if mode == "retract":
+            self._retract()
         if not self._steps:
             self._stop()
         self._engine.oracle.stream(mode)
 
-    @property
-    def paused(self) -> bool:
-        return bool(self._paused)
+    def paused(self, who: str) -> bool:
+        return who in self._paused
+
+    def free_stopped(self) -> None:
+        """What was cancelled leaves it, if a command keeps it paused."""
+        if "command" in self._paused:
+            self._retract()
+            self._engine.oracle.stream("freed")
+
+    def _retract(self) -> None:
+        self._paused = dict.fromkeys(self._paused, "retract")
+        for task in self._running.values():
+            self._leave_soon(task)
+
+    def _leave_soon(self, task: SimGeneration) -> None:
+        if task.stopped and not self._steps and "retract" in self._paused.values():
+            self._engine.world.after(0.001, self._leave, task)
 
     def _stop(self) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        then, self._then = self._then, []
+        for each in then:
+            each()
 
-    def resume(self) -> None:
+    def resume(self, who: str) -> None:
         """Go on; nothing where it is not paused."""
-        self._paused = ""
+        self._paused.pop(who, None)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -153,8 +170,9 @@ class SimGenerator:
                 assert not running.stopped, f"{task} is cancelled twice"
                 running.stopped = True
                 self._engine.oracle.stream("stopped")
-                if self._paused == "retract" and not self._steps:
-                    self._engine.world.after(0.001, self._leave, running)
+                self._leave_soon(running)
+        if not self.wanted:
+            self.resume("command")
 
     def _leave(self, task: SimGeneration) -> None:
         """It waited."""

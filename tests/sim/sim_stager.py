@@ -195,7 +195,7 @@ class Stager:
         """The engine goes on, if it is paused; not in the middle of a load."""
         self.resumes = self.loads
         if self.worker is not None and not self.loads:
-            self.worker.engine.generator.resume()
+            self.worker.engine.generator.resume("weights")
 
     def _say(self, answer: "Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected") -> None:
         if self.worker is not None and self.worker.alive and not self.worker.engine.dead:
@@ -230,7 +230,7 @@ class Stager:
                 load()
             else:
                 assert engine.only_generates, f"{self.name}: weights are taken during batches"
-                engine.generator.pause(effect.running, load)
+                engine.generator.pause("weights", effect.running, load)
         elif isinstance(message, Restore):
             assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken during work"
             self._later(0.5, self._restore, message)

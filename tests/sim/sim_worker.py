@@ -18,6 +18,7 @@ from enginepool.workers.events import (
     DrainWanted,
     EndProcess,
     Exit,
+    FreeStopped,
     FromCoordinator,
     ResumeEngine,
     RunBatch,
@@ -180,6 +181,8 @@ class SimWorker:
                 self.engine.generator.run(effect)
             elif type(effect) is CancelGenerations:
                 self.engine.generator.cancel(effect.tasks)
+            elif type(effect) is FreeStopped:
+                self.engine.generator.free_stopped()
             elif type(effect) is RunTokenize:
                 self.engine.tokenize(effect)
             elif type(effect) is RunCommand:
@@ -200,7 +203,7 @@ class SimWorker:
             self._take(WorkerTick(self.world.now))
             updates = self.machine.updates
             open_ = updates.update is not None or updates.loading is not None
-            assert open_ or not self.engine.generator.paused, f"{self.name}: its engine stays paused"
+            assert open_ or not self.engine.generator.paused("weights"), f"{self.name}: its engine stays paused"
 
     def _end(self, end: EndProcess) -> None:
         broken_link = end.code == Exit.ORPHANED or (end.code == Exit.REFUSED and not self.blamed)

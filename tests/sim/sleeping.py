@@ -6,8 +6,10 @@
 """
 
 from random import Random
+from typing import get_args
 
 from enginepool.protocol.messages.control import CommandName, ControlReport, MemoryTag
+from enginepool.protocol.messages.weights import RunningGenerations
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 #: a command that lets a group go on, of which the caller heard nothing, may arrive within this
@@ -18,22 +20,33 @@ ENDS: dict[CommandName, CommandName] = {end: held for held, end in HOLDS.items()
 
 
 class Wish:
-    """What a command asks for. `worker`: "" for the whole group."""
+    """What a command asks for. `worker`: "" for the whole group. `mode`: of pause."""
 
-    def __init__(self, name: CommandName = "flush", worker: str = "", tags: tuple[MemoryTag, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: CommandName = "flush",
+        worker: str = "",
+        tags: tuple[MemoryTag, ...] = (),
+        mode: RunningGenerations = "abort",
+    ) -> None:
         self.name: CommandName = name
+        self.mode: RunningGenerations = mode
         self.worker = worker
         self.tags = tags
 
     def __repr__(self) -> str:
-        return " ".join(filter(None, (self.name, self.worker, *self.tags)))
+        return " ".join(filter(None, (self.name, self.worker, *self.tags, self.mode if self.name == "pause" else "")))
 
 
 def some_wish(random: Random, group: str, workers: int) -> Wish:
     """To sleep or to wake, all of a group or one of its workers; to pause or to resume."""
     names: tuple[CommandName, ...] = ("sleep", "sleep", "wake", "pause", "resume")
     name = random.choice(names)
-    if name in ("pause", "resume"):
+    if name == "pause":
+        modes = Random()
+        modes.setstate(random.getstate())  # what is drawn later stays what it was before there were modes
+        return Wish(name, mode=modes.choice(get_args(RunningGenerations)))
+    if name == "resume":
         return Wish(name)
     worker = f"{group}-{random.randrange(workers)}" if workers and random.random() < 0.4 else ""
     tags: tuple[MemoryTag, ...] = tuple(tag for tag in TAGS if random.random() < 0.6)
@@ -48,14 +61,19 @@ class SleepOracle:
         self._held: dict[CommandName, set[str]] = {name: set() for name in HOLDS}
         #: by what lets a group go on, and the group: until when such a command may arrive
         self._ends: dict[tuple[CommandName, str], float] = {}
+        #: those that are on their way, with their groups
+        self._asked: dict[Wish, str] = {}
 
     def asked(self, now: float, group: str, wish: Wish) -> None:
         """A command is on its way."""
+        self._asked[wish] = group
         self._may_end(group, wish, float("inf"))
 
     def ended(self, now: float, group: str, wish: Wish, *, reported: bool) -> None:
         """Its caller hears nothing more of it."""
-        self._may_end(group, wish, now if reported else now + LATE_S)
+        self._asked.pop(wish, None)
+        others = any((other.name, at) == (wish.name, group) for other, at in self._asked.items())
+        self._may_end(group, wish, float("inf") if others else now if reported else now + LATE_S)
 
     def _may_end(self, group: str, wish: Wish, until: float) -> None:
         if wish.name in ENDS:

@@ -55,6 +55,7 @@ GENERATIONS = [
         ("updates", "sleeping"),
         "generations that named version 3 went on in their engines when versions began again, and got tokens of version 2",
     ),
+    (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
 ]
 
 #: in rarer surroundings; seed, workers, flags

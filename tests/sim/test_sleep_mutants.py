@@ -109,15 +109,20 @@ def a_paused_group_begins_what_comes(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_pause_is_confirmed_before_generations_are_taken_back(patch: pytest.MonkeyPatch) -> None:
-    def pause(self: GroupHolding, group: Group) -> int:
+    def pause(self: GroupHolding, group: Group, _: object) -> int:
         return self._set(group, replace(group.holds, paused=True))  # pyright: ignore[reportPrivateUsage]
 
     patch.setattr(GroupHolding, "pause", pause)
 
 
+def generations_that_stand_still_are_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Worker, "owed", Worker.oldest)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
+        generations_that_stand_still_are_late,
         a_paused_group_begins_what_comes,
         a_pause_is_confirmed_before_generations_are_taken_back,
         a_successor_forgets_what_sleeps,

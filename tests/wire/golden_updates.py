@@ -159,6 +159,12 @@ def _from_client() -> list[Valid]:
             {"type": "control", "id": 6, "command": "sleep", "worker": "policy-1", "tags": ["weights", "kv_cache"]},
         ),
         Valid("control-pause", way, "pause", {"type": "control", "id": 8, "command": "pause", "group": "policy"}),
+        Valid(
+            "control-pause-in_place",
+            way,
+            "pause, and generations stay in their engines",
+            {"type": "control", "id": 11, "command": "pause", "group": "policy", "mode": "in_place"},
+        ),
         Valid("control-resume", way, "resume", {"type": "control", "id": 9, "command": "resume", "group": "policy"}),
         Valid("control-abort", way, "abort", {"type": "control", "id": 10, "command": "abort", "group": "policy"}),
         Valid(
@@ -494,6 +500,12 @@ def _to_worker() -> list[Valid]:
             {"type": "restore", "version": 0, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4", "run": 1},
         ),
         Valid("command", way, "flush", {"type": "command", "task": [EPOCH, 16], "command": "flush"}),
+        Valid(
+            "command-pause",
+            way,
+            "pause, and free the keys and values of generations",
+            {"type": "command", "task": [EPOCH, 18], "command": "pause", "mode": "retract"},
+        ),
         Valid(
             "command-sleep",
             way,

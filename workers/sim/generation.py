@@ -105,6 +105,8 @@ class SimGenerator:
         except asyncio.CancelledError:
             if not entry.left.done():
                 entry.dropped = self._dropped = True
+                if not self._unpaused.is_set() and not self._running:
+                    self._drop()
                 await entry.left
             raise
 
@@ -128,7 +130,7 @@ class SimGenerator:
                 await self._turns.take(None)
                 try:
                     async with self._stepping:
-                        if self._unpaused.is_set():
+                        if self._unpaused.is_set() and self._entries():
                             await self._step()
                 finally:
                     self._turns.pass_on()

@@ -283,7 +283,7 @@ class WeightExecutor:
             if running is not None:
                 # A load that asks the engine is answered after the tokens of the old weights.
                 asks = bool(weights.regions or weights.checkpoint or weights.group)
-                await self._pauses.pause(PAUSED_FOR, running, confirmed=not asks)
+                running = await self._pauses.pause(PAUSED_FOR, running, confirmed=not asks)
             times = await self._engine.weights.load_weights(weights, message.version, digest, running)
         except (CheckpointError, EngineError) as error:
             await self._pauses.resume(PAUSED_FOR)

@@ -4,6 +4,7 @@ import msgspec
 from msgspec.structs import replace
 
 from enginepool.protocol.messages.control import MemoryTag
+from enginepool.protocol.messages.weights import RunningGenerations
 
 #: the key of `GroupHolds.asleep` for all workers of a group: no worker has this name
 ALL = ""
@@ -12,15 +13,21 @@ _NOTHING: frozenset[MemoryTag] = frozenset()
 
 class GroupHolds(msgspec.Struct, frozen=True):
     """`asleep`: the parts of engines' memory that are to be released, of all workers (`ALL`) or of one worker by its name.
-    `paused`: the group starts no work."""
+    `paused`: the group starts no work. `mode`: what became of its generations then."""
 
     asleep: dict[str, frozenset[MemoryTag]] = {}
     paused: bool = False
+    mode: RunningGenerations = "abort"
 
     @property
     def whole(self) -> bool:
         """No request of the group runs."""
         return self.paused or ALL in self.asleep
+
+    @property
+    def keeps(self) -> bool:
+        """Generations stand still in their engines."""
+        return self.paused and self.mode != "abort"
 
     def wanted(self, worker: str) -> frozenset[MemoryTag]:
         """The parts of the engine of this worker that are to sleep."""

@@ -41,7 +41,7 @@ def _derived(worker: Worker, now: float) -> WorkerState:
         return WorkerState.OTHER_WEIGHTS
     if worker.group.adapters.lacked(worker.adapters.loaded) is not None:
         return WorkerState.MISSING_ADAPTERS
-    if any(now > oldest.late for oldest in worker.oldest()):
+    if any(now > oldest.late for oldest in worker.owed()):
         return WorkerState.LATE
     group = worker.group
     if group.reserved_worker is worker or (group.trial is not None and group.trial.worker is worker):

@@ -148,6 +148,10 @@ class Worker:
         rows = next(batch for batch in batches if batch.slices[0][0].generation is None)
         return [rows, next(batch for batch in batches if batch.slices[0][0].generation is not None)]
 
+    def owed(self) -> list[RunningBatch]:
+        """Those of the oldest that may be late: generations that stand still in a paused group are not."""
+        return [batch for batch in self.oldest() if batch.slices[0][0].generation is None or not self.group.holds.keeps]
+
     @property
     def holds(self) -> bool:
         """The weights in its engine are the committed ones, as far as the journal can say."""

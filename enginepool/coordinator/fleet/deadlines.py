@@ -57,7 +57,7 @@ class WorkerDeadlines:
         update = self.core.update_of(worker.group)
         # An engine that stands still while it takes weights has the deadline of the update.
         stands_still = update is not None and update.loading and worker.incarnation in update.members
-        for batch in () if stands_still else worker.oldest():
+        for batch in () if stands_still else worker.owed():
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
         for _, due in worker.texts.values():

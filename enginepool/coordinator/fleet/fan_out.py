@@ -39,6 +39,10 @@ class Question(Protocol):
         """`worker` will not answer."""
         ...
 
+    def settle(self) -> int:
+        """There is an outcome for each worker. Returns the number of the `KeepHolds` that follows from them, or 0."""
+        ...
+
     def report(self) -> tuple[Message, Sequence[Buffer]]:
         """The answer to the client, when there is an outcome for each worker."""
         ...
@@ -121,6 +125,8 @@ class FanOut:
             self._close_if_done(opened)
 
     def _close_if_done(self, opened: OpenQuestion) -> None:
+        if not opened.pending and not opened.unwritten:
+            opened.unwritten = opened.question.settle()
         if not opened.pending and not opened.unwritten:
             self.open.remove(opened)
             message, frames = opened.question.report()

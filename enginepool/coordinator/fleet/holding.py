@@ -1,8 +1,10 @@
 """Groups that are paused, and engines that sleep: parts of their memory are released until they are woken. Pure.
 
 A group that is paused starts no work: its requests wait in the queue, and their deadlines count. Its workers finish the batches
-that they have, which takes a moment. Its generations go back to the queue, as when one worker gives them up: they go on after
-their last token, and those whose callers want parts (`partial`) end with what they have.
+that they have, which takes a moment. With the mode `abort` its generations go back to the queue, as when one worker gives them
+up: they go on after their last token, and those whose callers want parts (`partial`) end with what they have. With `in_place`
+and `retract` they stay at their workers, each of which pauses its engine. Those of a worker that is lost, or on a new link, go
+back to the queue, and so do all of them with a new epoch: what the mode says then is about nothing any more.
 
 What is to sleep is a fact of the group, which the coordinator keeps on disk (`GroupHolds`). What sleeps is a fact of each
 worker, which its `ready` says. A worker of which one of the two is not empty is ASLEEP and gets no work. Where the two differ
@@ -13,6 +15,8 @@ A group that sleeps starts no work either. When one worker sleeps its requests g
 A slot whose worker is to sleep starts no process: the publisher that put it to sleep uses the GPU.
 """
 
+from collections import Counter
+
 from msgspec.structs import replace
 
 from enginepool.coordinator.core.context import Context
@@ -21,9 +25,11 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.transitions import set_holds
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.fleet.fan_out import ready_workers
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.exact_version import end_with_tokens
 from enginepool.protocol.messages.control import Command, CommandName, MemoryTag
+from enginepool.protocol.messages.weights import RunningGenerations
 
 
 class GroupHolding:
@@ -32,6 +38,8 @@ class GroupHolding:
     def __init__(self, core: Context, fleet: WorkerRegistry) -> None:
         self.core = core
         self.fleet = fleet
+        #: by group, how many pauses were undone
+        self.undone = Counter[str]()
 
     def sleep(self, group: Group, worker: str, tags: frozenset[MemoryTag]) -> int:
         """These parts of the engine of `worker`, or of all engines, are to sleep. Their generations are taken back.
@@ -51,16 +59,32 @@ class GroupHolding:
         """
         return self._set(group, group.holds.without_sleep(worker, tags))
 
-    def pause(self, group: Group) -> int:
-        """No work starts from here on, and generations are taken back. Returns as `sleep`."""
-        number = self._set(group, replace(group.holds, paused=True))
+    def pause(self, group: Group, mode: RunningGenerations) -> int:
+        """No work starts from here on. With `abort` generations are taken back. Returns as `sleep`."""
+        number = self._set(group, replace(group.holds, paused=True, mode=mode))
         for worker in list(group.workers.values()):
-            self.fleet.recall_streams(worker)
+            if not group.holds.keeps:
+                self.fleet.recall_streams(worker)
         return number
 
     def resume(self, group: Group) -> int:
         """Work starts again, unless the group sleeps. Returns as `sleep`."""
-        return self._set(group, replace(group.holds, paused=False))
+        return self._unpause(group, GroupHolds())
+
+    def undo_pause(self, group: Group, mode: RunningGenerations, before: GroupHolds) -> int:
+        """A worker could not pause its engine so: the group is paused as it was `before`. Returns as `sleep`."""
+        if (group.holds.paused, group.holds.mode) != (True, mode):
+            return 0  # something else was asked for since
+        self.undone[group.name] += 1
+        number = self._unpause(group, before)
+        for worker in () if group.holds.keeps else ready_workers(group):
+            self.core.effects.append(ToWorker(worker.link, Command(self.core.task_id(), "resume")))
+        return number
+
+    def _unpause(self, group: Group, to: GroupHolds) -> int:
+        for worker in group.workers.values() if group.holds.keeps else ():
+            self.fleet.give_time(worker)
+        return self._set(group, replace(group.holds, paused=to.paused, mode=to.mode))
 
     def abort(self, group: Group) -> int:
         """End all requests of a group: generations with their tokens, the others as cancelled. Returns how many."""

@@ -47,7 +47,7 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
             core.refuse(e.link, message.id, "pool_down", text, field="group")
             return
         message = replace(message, worker=min(ready, key=lambda worker: worker.busy).name)
-    commands = Commands(group, message)
+    commands = Commands(group, message, holding)
     unwritten = _hold(holding, group, message)
     seconds = SAVE_S if message.command == "save" else core.config.timing.update_inspect_s
     fan_out.begin(e.link, commands, commands.ready, e.now + seconds, unwritten)
@@ -61,7 +61,7 @@ def _hold(holding: GroupHolding, group: Group, asked: Control) -> int:
     if asked.command == "wake":
         return holding.wake(group, asked.worker, tags)
     if asked.command == "pause":
-        return holding.pause(group)
+        return holding.pause(group, asked.mode)
     return holding.resume(group) if asked.command == "resume" else 0
 
 
@@ -76,6 +76,9 @@ def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
         return True
     if asked.worker and asked.command in ("pause", "resume", "abort"):
         core.refuse(e.link, asked.id, "bad_request", f"worker: {asked.command} is for a whole group", field="worker")
+        return True
+    if asked.mode != "abort" and asked.command != "pause":
+        core.refuse(e.link, asked.id, "bad_request", f"mode: {asked.mode} goes with pause, got {asked.command}", field="mode")
         return True
     update = core.update_of(group)
     roots = group.config.save_roots
@@ -99,9 +102,12 @@ class Commands:
 
     answer: type[Message] = Commanded
 
-    def __init__(self, group: Group, message: Control) -> None:
+    def __init__(self, group: Group, message: Control, holding: GroupHolding) -> None:
         self.id = message.id
         self._message = message
+        #: what was held before the command, and how many pauses had been undone
+        self._group, self._holding, self._before = group, holding, group.holds
+        self._undone = holding.undone[group.name]
         #: the workers that are given the command
         self.ready = [worker for worker in ready_workers(group) if message.worker in (ALL, worker.name)]
         self._report = ControlReport(message.id, group.name, message.command, [])
@@ -130,7 +136,8 @@ class Commands:
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The command to one worker."""
         asked = self._message
-        return Command(task, asked.command, list(dict.fromkeys(asked.tags)), asked.seconds, asked.steps, asked.path)
+        tags = list(dict.fromkeys(asked.tags))
+        return Command(task, asked.command, tags, asked.seconds, asked.steps, asked.path, asked.mode)
 
     def take(self, worker: Worker, answer: Commanded, frames: Sequence[Buffer]) -> None:
         """It is done, or failed."""
@@ -140,6 +147,22 @@ class Commands:
     def give_up(self, worker: Worker, code: str, message: str) -> None:
         """It is not known whether it was done."""
         self._report.workers.append(WorkerOutcome(worker.name, code, message))
+
+    def settle(self) -> int:
+        """Engines pause for a group or none does."""
+        asked, rows = self._message, self._report.workers
+        if asked.command != "pause" or asked.mode == "abort":
+            return 0
+        if self._undone != self._holding.undone[self._group.name] and not self._group.holds.paused:
+            # The engines were told to go on after they had answered this one.
+            why = "another pause failed at a worker, and was undone with this one; ask again"
+            self._report.workers = [row if row.code else WorkerOutcome(row.name, "busy", why) for row in rows]
+            return 0
+        if not any(row.code for row in rows):
+            return 0
+        number = self._holding.undo_pause(self._group, asked.mode, self._before)
+        self._undone = self._holding.undone[self._group.name]
+        return number
 
     def report(self) -> tuple[Message, Sequence[Buffer]]:
         """The rows in the order of the workers' names."""

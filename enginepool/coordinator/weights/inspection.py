@@ -73,6 +73,10 @@ class Inspection:
         row.digest, row.code, row.message = "", code, message
         self._report.workers.append(row)
 
+    def settle(self) -> int:
+        """Nothing follows from a look."""
+        return 0
+
     def report(self) -> tuple[Message, Sequence[Buffer]]:
         """All rows, with as many findings as one message has room for."""
         workers = self._report.workers

@@ -186,7 +186,8 @@ class Phases:
         offer = update.offer
         hold(self.core, update.group)
         update.keeps_generations = offer.in_flight in ("in_place", "retract")
-        update.recalls_now = offer.in_flight == "abort"
+        # The generations of a paused group stand still: to wait for them is no use.
+        update.recalls_now = offer.in_flight == "abort" or (offer.in_flight == "drain" and update.group.holds.keeps)
         self.enter(update, HOLD, 0.0 if update.recalls_now else offer.drain_ms / 1000)
 
     def _stop_draining(self, update: Update) -> None:
