@@ -234,7 +234,7 @@ def test_an_external_worker_that_is_lost_leaves_nothing_behind() -> None:
 def test_a_paused_group_starts_nothing_and_goes_on_where_it_stopped() -> None:
     pool = GeneratingPool()
     link = pool.worker("w", can=GENERATING)
-    pool.worker("late", can=GENERATING, ready=False)
+    pool.do(ev.WorkerSaid(0, pool.worker("late", can=GENERATING, ready=False), Idle(EPOCH)))
     client = pool.client()
     pool.submit(client, 1, generate(3))
     pool.submit(client, 2, generate(4, partial=True))
@@ -251,6 +251,19 @@ def test_a_paused_group_starts_nothing_and_goes_on_where_it_stopped() -> None:
     assert rows(obey(pool, resumed)) == [("late", ""), ("w", "")]
     assert (len(again.frames[0]), len(new.frames[0])) == (4 * 4, 4 * 3)
     assert outputs(pool.step(link, (again, 0, 1, [9], "stop")))[1][1] == [[7, 9]]
+
+
+class FoundPool(Pool):
+    found: ClassVar[dict[str, Any]] = {"alive": [ev.LiveProcess("g", 0, "old-0")]}
+
+
+def test_a_process_of_an_earlier_coordinator_may_work_until_it_has_dropped_that_work() -> None:
+    pool = FoundPool(workers=2)
+    assert rows(obey(pool, say(pool, "pause"))) == [("g-0", "pool_down"), ("g-1", "")]
+    pool.do(ev.WorkerRegistered(0, b"o", "g", "old-0", 1, "here"))
+    assert rows(say(pool, "pause", id=2)) == [("g-0", "pool_down"), ("g-1", "")]
+    pool.do(ev.WorkerSaid(0, b"o", Idle(EPOCH)))
+    assert rows(say(pool, "pause", id=3)) == [("g-0", ""), ("g-1", "")]
 
 
 def test_a_paused_group_takes_new_weights_and_stays_paused() -> None:

@@ -17,7 +17,7 @@ class WorkerSlot:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "due", "end_reason", "failure_signature", "group", "incarnation", "index", "loss_excused", "loss_times",
+        "adopted", "due", "end_reason", "failure_signature", "group", "incarnation", "index", "loss_excused", "loss_times",
         "on_uncommitted", "packed", "planned_restart", "previous_end", "restarts", "retired_reason", "same_failures",
         "short_runs", "start_failure", "started_at", "state", "uncommitted_weights", "unstartable", "was_ready",
     )  # fmt: skip
@@ -30,6 +30,8 @@ class WorkerSlot:
         self.state = SlotState.BACKOFF
         #: the process that is up or ending; "" otherwise
         self.incarnation = ""
+        #: an earlier coordinator started it, and may have given it work
+        self.adopted = False
         #: backoff: when to start; up: when the process must have registered
         self.due = 0.0
         self.started_at = 0.0

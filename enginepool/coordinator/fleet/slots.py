@@ -46,6 +46,7 @@ class WorkerSlots:
             survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
             if survivor is not None:
                 start_slot(slot, survivor.incarnation, core.now, core.now + core.config.timing.silence_s)
+                slot.adopted = True
             elif not group.holds.wanted(slot.name):
                 self._start(slot)
         group.expect()
@@ -56,7 +57,7 @@ class WorkerSlots:
         incarnation = f"{name}-{slot.index}.{core.epoch:x}.{core.counter}"
         start_slot(slot, incarnation, core.now, core.now + core.config.timing.starting_s)
         slot.previous_end, slot.end_reason, slot.start_failure = slot.end_reason, "", ""
-        slot.planned_restart = ""
+        slot.planned_restart, slot.adopted = "", False
         weights = slot.group.weights if slot.group.weights.restart else None
         if slot.uncommitted_weights is not None:
             slot.on_uncommitted, weights = True, slot.uncommitted_weights

@@ -113,14 +113,16 @@ class Commands:
         self._report = ControlReport(message.id, group.name, message.command, [])
         for worker in group.workers.values():
             if worker not in set(self.ready):
-                self._not_ready(worker.name, worker.stage, works=worker.busy)
+                self._not_ready(worker.name, worker.stage, works=worker.busy or not worker.epoch_confirmed)
         for slot in group.slots:
             if slot.worker is None and slot.state is not SlotState.RETIRED:
                 stage = "starting" if slot.state is SlotState.UP else slot.state.value
-                self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF)
+                works = slot.state is SlotState.UP and slot.adopted
+                self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF, works=works)
 
     def _not_ready(self, name: str, stage: str, *, runs: bool = True, works: bool = False) -> None:
-        """The outcome of a worker that is given no command. `runs`: its process may have memory. `works`: it has work."""
+        """The outcome of a worker that is given no command. `runs`: its process may have memory. `works`: it
+        may have work, perhaps of an earlier coordinator."""
         asked = self._message
         if asked.worker not in (ALL, name):
             return
