@@ -64,5 +64,5 @@ def _bytes(requests: Iterable[Request]) -> int:
 
 
 def _untouched(request: Request) -> bool:
-    """No engine has, or had, any of it."""
-    return request.waiting_rows() == request.work.rows and not request.suspect and not request.started
+    """No engine has, or had, any of it. Sequences that had ended when it was sent again do not wait."""
+    return request.waiting_rows() == request.left and not request.suspect and not request.started

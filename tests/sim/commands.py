@@ -136,7 +136,7 @@ class CommandWatch:
         """The coordinator sends this."""
         message = effect.message
         if isinstance(message, ErrorReply) and message.id is not None:
-            self._owed.pop((effect.link, message.id), None)
+            del self._owed.get((effect.link, message.id), [])[:1]  # it may have been asked again since
         if not isinstance(message, ControlReport):
             return
         owed = self._owed.get((effect.link, message.id))

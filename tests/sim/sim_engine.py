@@ -111,6 +111,8 @@ class SimEngine:
         self._waiting: list[tuple[int, int, int, Task]] = []
         #: commands that have not run, and how many came
         self._commands: deque[Command] = deque()
+        #: those that it has run: one that is delivered twice runs twice
+        self._ran = set[TaskId]()
         self._commanded = 0
         self._order = 0
         #: the adapters that it has loaded, and changes of them that it has not made
@@ -319,11 +321,14 @@ class SimEngine:
         self._commands.popleft()
         if not self.generator.wanted:
             self.generator.resume("command")  # the last of them has ended
-        if command.command == "pause" and command.mode == "abort" and self.generator.wanted:
-            # A caller let the group go on before the engine was empty.
-            later = any(one.command == "resume" for one in self._commands)
+        copy = command.task in self._ran
+        self._ran.add(command.task)
+        stops = command.mode == "abort" and (command.command == "pause" or (copy and command.command == "sleep"))
+        if stops and self.generator.wanted:
+            # A caller let the group go on before the engine was empty, or it was told so again after it had gone on.
+            later = copy or any(one.command == "resume" for one in self._commands)
             assert later, f"{self.host.name}: {command} while it generates"
-            answer = Commanded(command.task, "engine_error", "generations run, and an engine can pause only while nothing runs")
+            answer = Commanded(command.task, "engine_error", "generations run, and an engine stops only while nothing runs")
             self.host.post(CommandDone(self.world.now, answer))
             self._next()
             return

@@ -56,6 +56,10 @@ GENERATIONS = [
         "generations that named version 3 went on in their engines when versions began again, and got tokens of version 2",
     ),
     (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
+    (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
+    (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),
+    (1644, 5, ("updates", "sleeping"), "the simulator expected no report to a command that came again after its refusal"),
+    (1850, 3, ("sleeping",), "the simulator expected that no command comes again after the group has gone on"),
 ]
 
 #: in rarer surroundings; seed, workers, flags
