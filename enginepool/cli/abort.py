@@ -1,4 +1,4 @@
-"""`enginepool abort`: all requests of a group end."""
+"""`enginepool abort`: all requests of a group or of a client end, or one of them."""
 
 from typing import Annotated
 
@@ -9,15 +9,20 @@ from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 def abort(
     group: Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")] = "",
+    client: Annotated[str, typer.Option(metavar="ID", help="Those of this client alone, in all groups or in GROUP.")] = "",
+    request: Annotated[int | None, typer.Option(metavar="N", min=1, help="The one of the client with this id alone.")] = None,
     connect: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """End all requests of a group.
+    """End all requests of a group, or of a client.
 
-    Generations end with the tokens that they have, and other calls with an error. Needs the role admin.
+    Generations end with the tokens that they have, and other calls with an error. `enginepool status` lists clients. Needs the
+    role admin.
 
     \b
     Examples:
       enginepool abort policy
+      enginepool abort --client 70756230
+      enginepool abort --client 70756230 --request 42
     """
-    ended = ask_pool(connect, lambda pool: pool.abort(group))
+    ended = ask_pool(connect, lambda pool: pool.abort(group, client=client, request=request))
     typer.echo(f"{ended} request{'' if ended == 1 else 's'} ended")

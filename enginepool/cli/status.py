@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: A coordinator that is up answers in milliseconds.
 ANSWER_S = 10.0
+#: clients that the table shows
+_CLIENTS = 5
 
 
 def status(
@@ -135,7 +137,13 @@ def tables(report: "StatusReport") -> "Group":
                 details.append(f"{escape(worker.name)}: asleep: {', '.join(worker.asleep)}")
             if worker.detail:
                 details.append(f"{escape(worker.name)}: {escape(worker.detail)}")
-    return Group(*lines, "", groups, "", workers, *details)
+    return Group(*lines, "", groups, "", workers, *details, *_busiest(report))
+
+
+def _busiest(report: "StatusReport") -> list[str]:
+    """A line for each of a few clients."""
+    told = "client {}: {} requests, the oldest ({}) for {}"
+    return [told.format(one.id, one.requests, one.oldest, _span(one.oldest_s)) for one in report.busiest[:_CLIENTS]]
 
 
 def _table(name: str, second: str, counts: str) -> "Table":

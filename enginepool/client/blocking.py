@@ -122,6 +122,11 @@ class BlockingPool(StreamingFacade):
         """The async pool, for coroutines that `call` runs on its loop."""
         return self._async
 
+    @property
+    def client_id(self) -> str:
+        """As `Pool.client_id`."""
+        return self._async.client_id
+
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the pool's loop and wait for its result. Raises PoolClosed."""
         if not self._end.alive:

@@ -79,7 +79,10 @@ class Connection:
         # Not the global generator: a trainer's seed must not make all its clients back off in step.
         jitter = random.Random(os.urandom(16)).random
         agent = f"enginepool-python/{__version__}"
-        self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
+        client = os.urandom(16)
+        #: how errors and the status name this client
+        self.client_id = client.hex()[:8]
+        self._session = ClientSession(client, os.urandom(16), jitter, agent=agent)
         self._link = ClientLink(address, self._received, self._complain, key)
         self._hears: dict[int, Hear] = {}
         #: called when the committed weights of a group exist nowhere any more

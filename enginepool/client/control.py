@@ -7,6 +7,7 @@ from typing import get_args
 from enginepool.client.arguments import bad, check_choice, check_group, check_int, check_path, check_timeout, check_worker
 from enginepool.client.connection import Connection
 from enginepool.errors import error_from
+from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.control import (
     MAX_PROFILE_S,
@@ -110,18 +111,31 @@ class ControlCalls:
         """
         return await self._command(Control(0, "resume", check_group(group)), timeout)
 
-    async def abort(self, group: str = "", *, timeout: float | None = 120.0) -> int:  # noqa: ASYNC109
+    async def abort(
+        self, group: str = "", *, client: str = "", request: int | None = None, timeout: float | None = 120.0,  # noqa: ASYNC109
+    ) -> int:  # fmt: skip
         """End all requests of a group, of all clients; needs the role `admin`. To end a call of its own, a program cancels it.
 
         Generations that have tokens end as interrupted, with all of them. Every other call ends with RequestCancelled. Requests
         that come later are served. Returns how many requests were ended.
 
+        Args:
+            client: end those of this client alone: of all groups, if none is named. The first 8 or more hex digits of its id.
+                `status` lists busy clients, each with its oldest request; a program reads its own in `client_id`.
+            request: end that one of the client alone, by the id that the client gave it.
+
         Raises:
             UnknownGroup: there is no such group.
+            BadRequest: not the id of one client, or a request without its client.
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        return (await self._command(Control(0, "abort", check_group(group)), timeout)).aborted
+        check_group(group)
+        if not isinstance(client, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad("client", f"client: expected the hex digits of its id, got {client!r}")
+        if request is not None and (not client or type(request) is not int or not 0 < request <= MAX_ID):
+            raise bad("request", f"request: expected the id of a request of `client`, got {request!r}")
+        return (await self._command(Control(0, "abort", group, client=client, request=request), timeout)).aborted
 
     async def start_profile(
         self, group: str = "", *, seconds: float = 10.0, steps: int = 0, worker: str = "",

@@ -67,6 +67,11 @@ class Pool(
         """The connection, for a `WeightPublisher` alone."""
         return self._connection
 
+    @property
+    def client_id(self) -> str:
+        """The first 8 hex digits of the id of this client: `status` and errors name it so, and `abort` ends its requests."""
+        return self._connection.client_id
+
     def __repr__(self) -> str:
         return f"<Pool {self.address} {self._connection.describe()}>"
 

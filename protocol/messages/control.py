@@ -21,10 +21,10 @@ class Control(Message, tag="control"):
 
     flush: forget all prefixes that engines keep. sleep, wake: release or take back the parts `tags` of the engines' memory ([]:
     all parts). pause, resume: start no work of the group; start work again. `mode`: what happens to generations that run.
-    abort: end all requests of the group, of all clients; no worker is asked. start_profile: engines write what they compute
-    into files under `profile_root` of the group, for `steps` forwards (0: without a limit), and at most `seconds`.
-    stop_profile: end that. save: one worker writes the weights of its engine into a new folder `path`, under `save_roots` of
-    the group.
+    abort: end all requests of the group, of all clients; or those of `client` alone, in all groups or in `group`; or the one
+    with the id `request`; no worker is asked. start_profile: engines write what they compute into files under `profile_root` of
+    the group, for `steps` forwards (0: without a limit), and at most `seconds`. stop_profile: end that. save: one worker writes
+    the weights of its engine into a new folder `path`, under `save_roots` of the group.
     """
 
     id: int
@@ -36,6 +36,8 @@ class Control(Message, tag="control"):
     steps: int = 0
     path: str = ""
     mode: RunningGenerations = "abort"
+    client: str = ""
+    request: int | None = None
 
 
 class WorkerOutcome(msgspec.Struct, omit_defaults=True):

@@ -127,8 +127,22 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     adapters: list[AdapterStatus] = []
 
 
+class ClientStatus(msgspec.Struct, omit_defaults=True):
+    """One client in a status report: its requests without an answer, and their items. `id`: the first 8 hex digits of its own
+    id. `oldest`: the id of the request that it asked for first, `oldest_s` seconds ago.
+    """
+
+    id: str
+    requests: int
+    items: int
+    oldest: int
+    oldest_s: float
+
+
 class StatusReport(Message, tag="status_report"):
-    """What the pool is doing. `pauses` counts garbage collections of the coordinator and their total time in µs."""
+    """What the pool is doing. `pauses` counts garbage collections of the coordinator and their total time in µs. `busiest`: the
+    clients with the most requests, 32 at most.
+    """
 
     epoch: int
     id: int = 0
@@ -141,3 +155,4 @@ class StatusReport(Message, tag="status_report"):
     pauses: tuple[int, int] = (0, 0)
     draining: bool = False
     groups: list[GroupStatus] = []
+    busiest: list[ClientStatus] = []

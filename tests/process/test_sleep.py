@@ -158,6 +158,20 @@ def test_the_requests_of_a_group_end_with_what_they_have(processes: Processes, t
             with pytest.raises(RequestCancelled, match="all requests of group 'g' were aborted"):
                 await waits
             assert await pool.abort() == 0
+            for from_shell in (False, True):
+                waits = asyncio.ensure_future(pool.generate([3, 4], max_new_tokens=5))
+                while not (busy := (await pool.status()).busiest):
+                    await asyncio.sleep(0.01)
+                assert (busy[0].id, busy[0].requests) == (pool.client_id, 1)
+                if not from_shell:
+                    assert await pool.abort(client=pool.client_id, request=busy[0].oldest) == 1
+                else:
+                    shown = await asyncio.to_thread(call, "abort", "--client", pool.client_id, "--connect", daemon.address)
+                    assert shown == (0, "1 request ended\n", "")
+                with pytest.raises(RequestCancelled, match="aborted by an operator"):
+                    await waits
+            with pytest.raises(BadRequest, match="request: expected the id of a request of `client`, got 3"):
+                await pool.abort(request=3)
             await pool.resume()
             assert len((await pool.generate([3, 4], max_new_tokens=5))[0][0].token_ids) == 5
 

@@ -168,6 +168,12 @@ def _from_client() -> list[Valid]:
         Valid("control-resume", way, "resume", {"type": "control", "id": 9, "command": "resume", "group": "policy"}),
         Valid("control-abort", way, "abort", {"type": "control", "id": 10, "command": "abort", "group": "policy"}),
         Valid(
+            "control-abort-request",
+            way,
+            "abort one request of a client",
+            {"type": "control", "id": 14, "command": "abort", "client": "70756230", "request": 42},
+        ),
+        Valid(
             "control-start-profile",
             way,
             "twenty forwards of one worker",

@@ -648,6 +648,17 @@ def _to_client() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "status-report-busiest",
+            way,
+            "a client with two requests",
+            {
+                "type": "status_report",
+                "epoch": EPOCH,
+                "clients": 3,
+                "busiest": [{"id": "70756230", "requests": 2, "items": 9, "oldest": 42, "oldest_s": 12.5}],
+            },
+        ),
+        Valid(
             "status-report-empty",
             way,
             "nothing but the epoch, while it ends",

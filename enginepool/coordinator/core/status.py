@@ -1,5 +1,7 @@
 """The status report: what the pool is doing, read off the machine's state."""
 
+from heapq import nlargest
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -13,9 +15,11 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.limits import limits_of
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.messages import AdapterStatus, GroupStatus, StatusReport, WorkerStatus
+from enginepool.protocol.messages import AdapterStatus, ClientStatus, GroupStatus, StatusReport, WorkerStatus
 
 #: states of workers that get no work before they have what is committed
+#: clients that are listed
+_LISTED = 32
 _WAITING = frozenset({WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS, WorkerState.MISSING_ADAPTERS})
 
 
@@ -33,7 +37,18 @@ def report(core: Context, asked: StatusAsked) -> StatusReport:
         pauses=asked.pauses,
         draining=core.draining,
         groups=[_group(core, group) for group in core.groups.values()],
+        busiest=_busiest(core),
     )
+
+
+def _busiest(core: Context) -> list[ClientStatus]:
+    """The clients with the most requests, which are in the order in which they were asked for."""
+    clients = nlargest(_LISTED, core.clients.values(), key=lambda client: len(client.live))
+    return [
+        ClientStatus(client.id.hex()[:8], len(client.live), client.rows, first.id, round(core.now - first.arrival, 3))
+        for client in clients
+        for first in islice(client.live.values(), 1)
+    ]
 
 
 def _group(core: Context, group: Group) -> GroupStatus:

@@ -23,6 +23,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHolds, ToWorker
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_holds import GroupHolds
+from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.transitions import set_holds
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import ready_workers
@@ -86,13 +87,13 @@ class GroupHolding:
             self.fleet.give_time(worker)
         return self._set(group, replace(group.holds, paused=to.paused, mode=to.mode))
 
-    def abort(self, group: Group) -> int:
-        """End all requests of a group: generations with their tokens, the others as cancelled. Returns how many."""
-        requests, ended = self.fleet.requests, list(group.live)
+    def abort(self, ended: list[Request], why: str) -> int:
+        """End these requests: generations with their tokens, the others as cancelled. Returns how many."""
+        requests = self.fleet.requests
         for request in ended:
             if not end_with_tokens(requests, request):
-                requests.fail(request, "cancelled", f"all requests of group {group.name!r} were aborted")
-        self.core.wake(group)
+                requests.fail(request, "cancelled", why)
+            self.core.wake(request.group)
         return len(ended)
 
     def lost(self, worker: Worker) -> None:

@@ -1,5 +1,6 @@
 """The operation `control`: a command to all workers of a group, and one answer with the outcome of each."""
 
+import re
 from collections.abc import Sequence
 from typing import get_args
 
@@ -24,20 +25,28 @@ from enginepool.protocol.messages.control import Command, Commanded, Control, Co
 _LISTED = 8
 #: a worker may take so long to write its weights into files
 SAVE_S = 1800.0
+#: the beginning of a client's id, of which a status shows 8 digits
+_ID = re.compile("[0-9a-f]{8,32}")
 
 
 def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.ControlAsked) -> None:
     """Give the command to the workers that are ready. Needs no hello, like `status`."""
     message = e.message
     group = core.group_of(message.group)
+    if message.command == "abort" and message.client and not (message.group or message.worker):
+        _abort_of_client(core, holding, e, None)
+        return
     if group is None:
         core.unknown_group(e.link, message.id, message.group)
         return
     if fan_out.is_open(e.link, message.id) or _refused(core, group, e) or not fan_out.make_room(e.link, message.id):
         return
+    if message.command == "abort" and message.client:
+        _abort_of_client(core, holding, e, group)
+        return
     if message.command == "abort":
-        report = ControlReport(message.id, group.name, message.command, aborted=holding.abort(group))
-        core.effects.append(ToClient(e.link, report))
+        aborted = holding.abort(list(group.live), f"all requests of group {group.name!r} were aborted")
+        core.effects.append(ToClient(e.link, ControlReport(message.id, group.name, message.command, aborted=aborted)))
         return
     if message.command == "save" and not message.worker:
         # One is enough: all have the same weights. Which one it is shows in the answer.
@@ -51,6 +60,26 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
     unwritten = _hold(holding, group, message)
     seconds = SAVE_S if message.command == "save" else core.config.timing.update_inspect_s
     fan_out.begin(e.link, commands, commands.ready, e.now + seconds, unwritten)
+
+
+def _abort_of_client(core: Context, holding: GroupHolding, e: ev.ControlAsked, group: Group | None) -> None:
+    """End the requests of one client, or one of them, in `group` or in all."""
+    asked = e.message
+    valid = _ID.fullmatch(asked.client) is not None
+    found = [client for client in core.clients.values() if valid and client.id.hex().startswith(asked.client)]
+    if not valid or len(found) > 1:
+        got = f"{asked.client[:40]!r}{f', with which {len(found)} ids begin' if len(found) > 1 else ''}"
+        text = f"client: expected the first 8 or more of the 32 hex digits of its id, got {got}"
+        core.refuse(e.link, asked.id, "bad_request", text, field="client")
+        return
+    live = [request for client in found for request in client.live.values()]
+    if asked.request is not None:
+        live = [client.live[asked.request] for client in found if asked.request in client.live]
+    chosen = [request for request in live if group is None or request.group is group]
+    what = "all requests of this client were" if asked.request is None else "this request was"
+    aborted = holding.abort(chosen, f"{what} aborted by an operator")
+    name = "" if group is None else group.name
+    core.effects.append(ToClient(e.link, ControlReport(asked.id, name, asked.command, aborted=aborted)))
 
 
 def _hold(holding: GroupHolding, group: Group, asked: Control) -> int:
@@ -80,6 +109,11 @@ def _refused(core: Context, group: Group, e: ev.ControlAsked) -> bool:
     if asked.mode != "abort" and asked.command != "pause":
         core.refuse(e.link, asked.id, "bad_request", f"mode: {asked.mode} goes with pause, got {asked.command}", field="mode")
         return True
+    for name, given in (("client", bool(asked.client)), ("request", asked.request is not None)):
+        if given and (asked.command != "abort" or not asked.client):
+            needs = "abort" if asked.command != "abort" else "a client, whose id it is"
+            core.refuse(e.link, asked.id, "bad_request", f"{name}: goes with {needs}, got {asked.command}", field=name)
+            return True
     update = core.update_of(group)
     roots = group.config.save_roots
     if asked.command == "save" and (text := outside(asked.path, roots, "save_roots")):
