@@ -319,6 +319,20 @@ def test_all_requests_of_a_group_end_with_what_they_have() -> None:
 # --- weights ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_worker_whose_weights_sleep_after_a_restore_is_not_restored_before_it_is_woken() -> None:
+    pool = UpdatePool()
+    pool.publish(Trainer(pool), 1, [pool.worker("w")])
+    pool.written()
+    late = pool.worker("late")
+    assert state(pool, "late") is WorkerState.RESTORING
+    say(pool, "sleep")
+    ready = [Ready(CAN, 1, DIGEST), Ready(CAN, 0, "lost", asleep=EVERY)]
+    sent = pool.do(*(ev.WorkerSaid(0, late, one) for one in ready))  # the coordinator stood still: it hears both at once
+    assert not of_type(sent, Restore) and state(pool, "late") is WorkerState.ASLEEP
+    woken = obey(pool, say(pool, "wake", id=2), digest="lost")
+    assert len(of_type(woken, Restore)) == 2 and state(pool, "late") is WorkerState.RESTORING
+
+
 def test_the_colocated_cycle_updates_while_only_the_weights_are_awake() -> None:
     pool = UpdatePool()
     link = pool.worker("w")

@@ -78,10 +78,10 @@ def confirm_epoch(core: Context, worker: Worker) -> None:
 
 
 def report_stage(core: Context, worker: Worker, stage: str) -> None:
-    """A worker reported what its process does. A restore goes on unless the worker ends."""
+    """A worker reported what its process does. A restore goes on unless the worker ends, or its weights have gone to sleep."""
     worker.stage, worker.since = stage, core.now
-    if worker.state is WorkerState.RESTORING and stage == "draining":
-        _enter(core, worker, WorkerState.DRAINING)
+    if worker.state is WorkerState.RESTORING and (stage == "draining" or "weights" in worker.asleep):
+        _enter(core, worker, _derived(worker, core.now))
     facts_changed(core, worker)
 
 
