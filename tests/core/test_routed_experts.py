@@ -133,6 +133,14 @@ def test_an_interrupted_sequence_has_none() -> None:
     assert first.routed_experts is not None and first.routed_experts.shape == (4, *SHAPE) and second.routed_experts is None
 
 
+def test_those_of_a_message_that_is_refused_are_dropped() -> None:
+    pool = ExpertPool(partial=True)
+    pool.step(pool.link, (pool.task, 0, 0, [1], ""))
+    wrong = (pool.task, 0, 2, [2], "stop")  # at position 2, and it has one token
+    one = answered(pool.step(pool.link, wrong, experts=[(pool.task, 0, 4)], expert_shape=SHAPE))
+    assert isinstance(one.message, Generated) and one.message.experts == [0]
+
+
 def test_a_sequence_that_goes_on_elsewhere_has_those_of_its_last_engine() -> None:
     pool = ExpertPool()
     pool.step(pool.link, (pool.task, 0, 0, [1, 2], ""))

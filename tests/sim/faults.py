@@ -238,5 +238,7 @@ class Faults:
             worker.stager.damaged = False
             worker.profile.load_fails = 0.0
         self.simulation.cluster.unusable = 0.0
+        for profile in self.simulation.cluster.profiles.values():
+            profile.adapter_fails = 0.0
         self.simulation.network.conditions.flaky = 0.0
         world.note("faults", "all is healed")

@@ -121,6 +121,8 @@ class SimEngine:
         self._busy = False
         #: released parts of its memory
         self.asleep: set[MemoryTag] = set()
+        #: the command that put it to sleep last
+        self._slept: TaskId = (0, 0)
         #: with the tokenizer, which takes one after the other
         self._texts: deque[RunTokenize] = deque()
 
@@ -291,6 +293,8 @@ class SimEngine:
         if self.dead:
             return
         if isinstance(run.command, ChangeAdapter):
+            # A change from before may come after a link failed.
+            assert not self.asleep or run.command.task < self._slept, f"{self.host.name}: {run.command} while it sleeps"
             self._changes.append(run.command)
             if len(self._changes) == 1:
                 self._next_change()
@@ -336,6 +340,7 @@ class SimEngine:
         self.oracle.commands.ran[command.command, name] = self.world.now
         before, lost = set(self.asleep), False
         if command.command == "sleep":
+            self._slept = command.task
             lost = "weights" in tags - before and self.profile.sleep_loses_weights
             self.asleep |= tags
         elif command.command == "wake":

@@ -118,3 +118,21 @@ def a_failed_load_is_a_success(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_in_changes_of_adapters_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, generating=True, adapting=True))
+
+
+def engines_that_sleep_are_told_to_load(patch: pytest.MonkeyPatch) -> None:
+    real = worker_adapters._can  # pyright: ignore[reportPrivateUsage]
+
+    def can(worker: Worker) -> bool:
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(Worker, "sleeps", False)
+            return real(worker)
+
+    patch.setattr(worker_adapters, "_can", can)
+
+
+def test_a_planted_bug_in_adapters_of_engines_that_sleep_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int) -> object:
+        return simulate(seed, 1 + seed % 8, generating=True, adapting=True, sleeping=True)
+
+    find(engines_that_sleep_are_told_to_load, monkeypatch, SEEDS, run)

@@ -72,6 +72,12 @@ OTHERS = [
     ),
     (11670, 7, ("updates", "sleeping"), "a worker that slept right after its restore was asked for another one meanwhile"),
     (3255, 8, ("crowded",), "a cancelled request cost its client a turn in another signature"),
+    (
+        264,
+        1,
+        ("generating", "adapting", "sleeping", "external", "updates"),
+        "an interrupted sequence had the routed experts of a message for which its worker was lost",
+    ),
 ]
 
 

@@ -255,6 +255,7 @@ def interrupted(requests: StreamRequests, batch: RunningBatch, *, lost: bool) ->
 
 def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: int, *, inexact: bool) -> None:
     sequence = state.sequences[place]
+    sequence.routed_experts = b""  # its worker may be lost for the message in which they came
     has = len(sequence.tokens)
     new = has - sequence.start
     if has == work.sampling.max_new_tokens or (new and (work.partial or (inexact and sequence.sent > sequence.start))):
