@@ -294,7 +294,8 @@ class SimEngine:
             return
         if isinstance(run.command, ChangeAdapter):
             # A change from before may come after a link failed.
-            assert not self.asleep or run.command.task < self._slept, f"{self.host.name}: {run.command} while it sleeps"
+            wakes = run.command.task < self._slept or any(command.command == "wake" for command in self._commands)
+            assert wakes or not self.asleep, f"{self.host.name}: {run.command} while it sleeps"
             self._changes.append(run.command)
             if len(self._changes) == 1:
                 self._next_change()
