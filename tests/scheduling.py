@@ -8,7 +8,10 @@ Most tests of real processes wait, and the simulator waits for nothing. So the l
 simulator is, and runs them when the other processes leave a core idle.
 """
 
+import fcntl
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
@@ -44,6 +47,22 @@ class ByScope(LoadScopeScheduling):
         if is_last(node.gateway.id, self.numnodes):  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is not compiled yet, one process compiles. The others would do the same at the same time: they wait for it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    folder = os.open(Path(__file__).parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(folder, fcntl.LOCK_SH)
+        return (yield)
+    finally:
+        os.close(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
