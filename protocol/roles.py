@@ -25,6 +25,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "embed": "client",
     "logprobs": "client",
     "decode": "client",
+    "tokenize_texts": "client",
     "generate": "client",
     "credit": "client",
     "cancel": "client",

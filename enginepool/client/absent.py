@@ -1,18 +1,9 @@
-"""What callers look for in a pool that is not there: methods of later versions, and those of a pool that is not open yet."""
-
-from enginepool import __version__
-
-#: methods that this version does not have -> the first version that will
-LATER = {"tokenize": "0.2"}
+"""What callers look for in a pool that is not there: unknown methods, and those of a pool that is not open yet."""
 
 
 def no_attribute(pool: str, name: str) -> AttributeError:
     """The error for an attribute that `pool`, a class, does not have; `hasattr` is False for it."""
-    if name in LATER:
-        said = f"{pool}.{name} will come with enginepool {LATER[name]}; this is {__version__}"
-    else:
-        said = f"{pool!r} object has no attribute {name!r}"
-    return AttributeError(said, name=name)
+    return AttributeError(f"{pool!r} object has no attribute {name!r}", name=name)
 
 
 def not_open(call: str, name: str) -> AttributeError:

@@ -72,6 +72,7 @@ class BlockingPool(StreamingFacade):
     embed = blocking(Pool.embed)
     similarity = blocking(Pool.similarity)
     rerank = blocking(Pool.rerank)
+    tokenize = blocking(Pool.tokenize)
     decode = blocking(Pool.decode)
     generate = blocking(Pool.generate)
     stream = streaming(Pool.stream)

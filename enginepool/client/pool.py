@@ -14,7 +14,6 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.control import ControlCalls
-from enginepool.client.decode import DecodeCalls
 from enginepool.client.generation_session import SessionCalls
 from enginepool.client.logprobs import LogprobsCalls
 from enginepool.client.notices import Notices
@@ -23,6 +22,7 @@ from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.rerank import RerankCalls
 from enginepool.client.rollout_calls import RolloutCalls
+from enginepool.client.tokenizer import TokenizerCalls
 from enginepool.client.weight_calls import WeightCalls
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.net.keys import key_for
@@ -36,7 +36,7 @@ log = logging.getLogger("enginepool")
 
 
 class Pool(
-    RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, DecodeCalls, WeightCalls, ControlCalls, AdapterCalls, OpenAICalls
+    RolloutCalls, RerankCalls, SessionCalls, LogprobsCalls, TokenizerCalls, WeightCalls, ControlCalls, AdapterCalls, OpenAICalls
 ):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 

@@ -30,15 +30,16 @@ from enginepool.protocol.messages.media import *
 from enginepool.protocol.messages.requests import *
 from enginepool.protocol.messages.status import *
 from enginepool.protocol.messages.tasks import *
+from enginepool.protocol.messages.tokenize_texts import *
 from enginepool.protocol.messages.weight_reports import *
 from enginepool.protocol.messages.weights import *
 
 #: a request whose answer has a row for each of its rows
-RowRequest = Score | Embed | Logprobs | Decode
+RowRequest = Score | Embed | Logprobs | Decode | TokenizeTexts
 
 FromClient = (
-    Hello | Score | Embed | Logprobs | Decode | Generate | Credit | Cancel | Ack | Goodbye | Status | RestartWorker
-    | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | LoadAdapter
+    Hello | Score | Embed | Logprobs | Decode | TokenizeTexts | Generate | Credit | Cancel | Ack | Goodbye | Status
+    | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate | InspectWeights | Control | LoadAdapter
     | UnloadAdapter | Ping | Pong
 )  # fmt: skip
 

@@ -107,7 +107,8 @@ class Tokenize(Message, tag="tokenize"):
     and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair.
     `truncation`: of items in rows of more than `longest` tokens. `labels`: texts that are one token each. Rows of ids that have
     such labels are not sent: then there are no frames. `chat`: items are chats.
-    Of `operation` `decode` the frames are token ids, whose texts are wanted; `skip_special_tokens`: without special tokens."""
+    Of `operation` `decode` the frames are token ids, whose texts are wanted; `skip_special_tokens`: without special tokens.
+    `add_special_tokens`: of `operation` `tokenize`, rows have those that the tokenizer adds."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -119,3 +120,4 @@ class Tokenize(Message, tag="tokenize"):
     labels: list[str] = []
     chat: ChatTemplate | None = None
     skip_special_tokens: bool = True
+    add_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""The operation `decode` in the coordinator: what it refuses and charges, and that a tokenizer's texts are its answer."""
+"""The operations `decode` and `tokenize` in the coordinator: what they refuse and charge, and that a tokenizer answers them."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,11 @@ import pytest
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.decode import DECODE, UNKNOWN_TOKEN_BYTES, DecodeWork
+from enginepool.coordinator.operations.tokenize_texts import TOKENIZE, TokenizeWork
 from enginepool.coordinator.requests.memory import charge
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities, Decode, Exiting, FrameSpec, Tokenize
+from enginepool.protocol.messages import Capabilities, Decode, Exiting, FrameSpec, Tokenize, TokenizeTexts
 from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, texts
 
 DECODES = msgspec.structs.replace(CAN, token_bytes=10)
@@ -119,3 +120,46 @@ def test_a_caller_that_cancels_gets_no_texts_and_the_next_call_does() -> None:
     assert not answer(pool, sent, "a")
     [sent] = texts(pool.submit(link, 2, decode([1])))
     assert results(answer(pool, sent, "a")).keys() == {2}
+
+
+# --- texts to ids -------------------------------------------------------------------------------------------------------
+
+
+def tokenize(*rows: str, special: bool = True) -> TokenizeWork:
+    data = [row.encode() for row in rows]
+    specs = [FrameSpec("items", "utf8", (sum(map(len, data)),)), FrameSpec("item_lengths", "uint32", (len(data),))]
+    lengths = np.array([len(row) for row in data], np.uint32)
+    return TOKENIZE.open(TokenizeTexts(1, specs, add_special_tokens=special), [b"".join(data), lengths.tobytes()])
+
+
+def ids(pool: Pool, sent: Sent, *rows: Sequence[int]) -> list[Sent]:
+    assert isinstance(sent.message, Tokenize)
+    flat = np.array([token for row in rows for token in row], np.int32)
+    specs = [FrameSpec("items", "int32", flat.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
+    frames = [flat.tobytes(), np.array([len(row) for row in rows], np.uint32).tobytes()]
+    return pool.do(ev.TextTokenized(0, sent.link, sent.message.task, specs, frames, ""))
+
+
+def test_the_ids_of_a_tokenizer_are_the_answer_and_are_charged_before() -> None:
+    assert charge(tokenize("ab", "c"), None)[0] == 512 + 2 * 6 + 4 * (3 + 2 * 8)
+    pool = Pool()
+    link = pool.client()
+    pool.submit(link, 1, tokenize("ab", "c", special=False))
+    pool.worker(can=DECODES)
+    [sent] = texts(pool.sent)
+    assert isinstance(sent.message, Tokenize)
+    assert (sent.message.operation, sent.message.raw, sent.message.add_special_tokens) == ("tokenize", True, False)
+    [told] = ids(pool, sent, [1, 5, 6], [])
+    result = results([told])[1]
+    assert [spec.name for spec in result.frames] == ["items", "item_lengths"] and not pool.batches
+    assert (result.usage.items, result.usage.tokens, result.forwards) == (2, 3, [])
+    [sent] = texts(pool.submit(link, 2, tokenize("ab")))
+    assert codes(ids(pool, sent, [1] * 200)) == ["engine_error"], "more than any tokenizer makes of it"
+    [sent] = texts(pool.submit(link, 3, tokenize("ab")))
+    assert codes(ids(pool, sent, [1], [2])) == ["engine_error"]
+    assert not pool.machine.core.live_bytes
+
+
+def test_texts_for_a_model_without_a_tokenizer_are_refused() -> None:
+    wrong = classes_of(tokenize("a"), msgspec.structs.replace(CAN, text=False), None, PLAIN)
+    assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "type")

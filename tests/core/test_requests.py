@@ -101,7 +101,7 @@ def test_hello_is_answered_with_what_is_granted() -> None:
     assert sent.message == Welcome(
         EPOCH,
         protocol=PROTOCOL_VERSION,
-        capabilities=["score", "embed", "logprobs", "decode", "generate", "weights"],
+        capabilities=["score", "embed", "logprobs", "decode", "tokenize", "generate", "weights"],
         groups=["a", "b"],
         window_requests=7,
         window_bytes=2000,

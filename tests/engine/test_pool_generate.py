@@ -280,19 +280,24 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
             assert not after or reference.following([*prompt, *tokens[:before]], tokens[before:])[0].max() < 1e-4
 
 
-def test_token_ids_are_decoded_as_the_tokenizer_of_the_model_decodes_them(daemon: Daemon, reference: Reference) -> None:
+def test_texts_are_tokenized_and_ids_decoded_as_the_tokenizer_of_the_model_does_it(
+    daemon: Daemon, reference: Reference
+) -> None:
     chance = random.Random(3)
     tokenizer = reference.tokenizer
     # Bytes of texts in every order: parts of characters are replaced.
     rows = [[chance.randrange(THINK_END) for _ in range(chance.randrange(50))] for _ in range(40)]
     rows += [tokenizer.encode("grün, 日本語 👍"), [VOCAB - 1]]
-    eos = tokenizer.eos_token_id
+    eos, texts = tokenizer.eos_token_id, ["Once upon a time", "grün, 日本語 👍"]
 
     async def scenario() -> list[str]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):
             await pool.ready(START_S)
             with pytest.raises(BadRequest, match=r"rows\[1\]\[0\]: token id 512 is outside the vocabulary of 512"):
                 await pool.decode([[1], [VOCAB]])
+            for special in (True, False):
+                found = await pool.tokenize(texts, add_special_tokens=special)
+                assert [row.tolist() for row in found] == tokenizer(texts, add_special_tokens=special)["input_ids"]
             with_special = await pool.decode([[eos, eos]], skip_special_tokens=False)
             assert with_special == [2 * tokenizer.decode([eos])] and await pool.decode([[eos]]) == [""]
             every = await pool.decode([[token] * 100 for token in range(THINK_END)], skip_special_tokens=False)

@@ -46,6 +46,8 @@ def test_ids_and_text_are_embedded_through_a_worker_s_death(processes: Processes
             check([[byte + BYTE_OFFSET for byte in text.encode()] for text in ("ab", "zwölf")], result, 3)
             codes = [[byte + BYTE_OFFSET for byte in text.encode()] for text in ("ab", "zwölf")]
             assert await pool.decode([*codes, [], [codes[1][2]]]) == ["ab", "zwölf", "", "\ufffd"]
+            found = await pool.tokenize(["ab", "zwölf"])
+            assert [row.tolist() for row in found] == codes
             [group] = (await pool.status()).groups
             assert group.lost_batches > 0 and not group.split_batches
 

@@ -29,6 +29,7 @@ from enginepool.protocol.messages import (
     Status,
     StatusReport,
     Timings,
+    TokenizeTexts,
     Usage,
     Welcome,
 )
@@ -73,6 +74,7 @@ class FakeCoordinator:
         self.scores: list[Score] = []
         self.embeds: list[Embed] = []
         self.decodes: list[Decode] = []
+        self.tokenizes: list[TokenizeTexts] = []
         self.logprobs: list[Logprobs] = []
         #: log-probabilities have a column too few
         self.short_rows = False
@@ -163,6 +165,8 @@ class FakeCoordinator:
             self._send(link, result, [embeddings.tobytes()])
         elif isinstance(message, Decode):
             self._decode(link, message, payload)
+        elif isinstance(message, TokenizeTexts):
+            self._tokenize(link, message, payload)
         elif isinstance(message, Logprobs):
             self.logprobs.append(message)
             self.payloads.append(payload)
@@ -213,3 +217,11 @@ class FakeCoordinator:
         specs = [FrameSpec("texts", "utf8", (len(joined),)), FrameSpec("text_lengths", "uint32", (len(texts),))]
         result = Result(message.id, 2, [], Usage(len(texts), len(ids)), Timings(1500, 0), specs)
         self._send(link, result, [joined, np.array([*map(len, texts)], np.uint32).tobytes()])
+
+    def _tokenize(self, link: bytes, message: TokenizeTexts, payload: list[bytes]) -> None:
+        """Each byte is an id."""
+        self.tokenizes.append(message)
+        ids, rows = np.frombuffer(payload[0], np.uint8).astype(np.int32), len(payload[1]) // 4
+        specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", (rows,))]
+        result = Result(message.id, 2, [], Usage(rows, len(ids)), Timings(1500, 0), specs)
+        self._send(link, result, [ids.tobytes(), payload[1]])

@@ -395,6 +395,26 @@ def _decodes() -> list[Invalid]:
         decode("decode-with-query", "it has no query", "malformed", "frames", c, arrays=SHARED),
         decode("decode-row-empty", "row 1", bad, "items[1]", c, arrays=(ids("items", 21), lengths("item_lengths", 1, 0))),
         decode("decode-outside", "the vocabulary has 1000", bad, "items[1][0]", m, model="causal", arrays=outside),
+        decode("tokenize-ids", "ids are ids already", bad, "items", c, type="tokenize_texts"),
+        decode(
+            "tokenize-text-empty",
+            "row 1",
+            bad,
+            "items[1]",
+            c,
+            type="tokenize_texts",
+            arrays=(text("items", "ab"), lengths("item_lengths", 2, 0)),
+        ),
+        decode(
+            "tokenize-without-tokenizer",
+            "this model has none",
+            bad,
+            "type",
+            m,
+            model="classifier",
+            type="tokenize_texts",
+            arrays=words,
+        ),
         decode("decode-without-tokenizer", "this model has none", bad, "type", m, model="classifier"),
     ]
 

@@ -69,6 +69,7 @@ _CHATS = (
     lengths("item_lengths", 36, 63),
 )
 _EMBED_TEXT = (text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
+_TOKENIZE: dict[str, Any] = {"type": "tokenize_texts", "id": 4, "frames": _specs(*_EMBED_TEXT)}
 
 
 def _variant(name: str, about: str, sent: dict[str, Any] | Raw) -> Valid:
@@ -184,6 +185,14 @@ def _from_client() -> list[Valid]:
             "every field differs from its default",
             {**_DECODE, "group": "policy", "skip_special_tokens": False, "priority": -1000, "timeout_ms": 1},
             (ITEMS, ITEM_LENGTHS),
+        ),
+        Valid("tokenize-texts", way, "two texts", _TOKENIZE, _EMBED_TEXT),
+        Valid(
+            "tokenize-texts-all-fields",
+            way,
+            "every field differs from its default",
+            {**_TOKENIZE, "group": "policy", "add_special_tokens": False, "priority": -1000, "timeout_ms": 1},
+            _EMBED_TEXT,
         ),
         Valid("logprobs", way, "two responses to one prompt", _LOGPROBS, (QUERY, ITEMS, ITEM_LENGTHS)),
         Valid(
@@ -351,6 +360,22 @@ def _to_client() -> list[Valid]:
                 "frames": _specs(EMBEDDINGS),
             },
             (EMBEDDINGS,),
+        ),
+        Valid(
+            "result-tokenize-texts",
+            way,
+            "the answer to `tokenize-texts`",
+            {
+                "type": "result",
+                "id": 4,
+                "version": 3,
+                "forwards": [],
+                "usage": [2, 3],
+                "timings": [150, 0],
+                "frames": _specs(ITEMS, ITEM_LENGTHS),
+                "workers": ["policy/0"],
+            },
+            (ITEMS, ITEM_LENGTHS),
         ),
         Valid(
             "result-decode",
@@ -1135,6 +1160,20 @@ def _to_worker() -> list[Valid]:
                 "skip_special_tokens": False,
             },
             (ITEMS, ITEM_LENGTHS),
+        ),
+        Valid(
+            "tokenize-texts-to-worker",
+            way,
+            "the texts of `tokenize-texts-all-fields`",
+            {
+                "type": "tokenize",
+                "task": [EPOCH, 15],
+                "frames": _specs(*_EMBED_TEXT),
+                "raw": True,
+                "operation": "tokenize",
+                "add_special_tokens": False,
+            },
+            _EMBED_TEXT,
         ),
         Valid("drain", way, "finish and end", {"type": "drain"}),
         Valid(

@@ -1,4 +1,4 @@
-"""`Pool.decode` on a real socket: what travels, what comes back, and which arguments are refused by name."""
+"""`Pool.decode` and `Pool.tokenize` on a real socket: what travels, what comes back, and which arguments are refused."""
 
 import asyncio
 from collections.abc import Iterator
@@ -72,3 +72,22 @@ def test_a_blocking_pool_decodes_as_well_and_a_refusal_names_the_argument(coordi
         coordinator.vocab = 5
         with pytest.raises(errors.BadRequest, match=r"^rows\[0\]\[1\]: token id 9"):
             pool.decode([[1, 9]])
+
+
+def test_texts_travel_and_their_ids_come_back(coordinator: FakeCoordinator) -> None:
+    async def main() -> list[Any]:
+        async with Pool.connect(coordinator.address) as pool:
+            for texts, field in (("text", "texts"), ([], "texts"), (["a", ""], "texts[1]"), ([[1]], "texts[0]"), (3, "texts")):
+                with pytest.raises(errors.BadRequest) as refused:
+                    await pool.tokenize(texts)  # type: ignore[arg-type]
+                assert refused.value.field == field and not coordinator.tokenizes
+            return await pool.tokenize(["ab", "ä"], group="g", add_special_tokens=False, priority=2)
+
+    found = asyncio.run(asyncio.wait_for(main(), 60))
+    assert [row.tolist() for row in found] == [[97, 98], [195, 164]]
+    assert all(row.dtype == np.int32 and row.flags.writeable for row in found)
+    [sent] = coordinator.tokenizes
+    assert sent.frames == [FrameSpec("items", "utf8", (4,)), FrameSpec("item_lengths", "uint32", (2,))]
+    assert (sent.group, sent.add_special_tokens, sent.priority) == ("g", False, 2)
+    with BlockingPool.connect(coordinator.address) as pool:
+        assert [row.tolist() for row in pool.tokenize(["c"])] == [[99]]

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, Part, TaskId, Tokenize, Truncation
+from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, FrameSpec, Part, TaskId, Tokenize, Truncation
 from enginepool.protocol.ragged import bad, id_outside, row_lengths
 
 
@@ -127,6 +128,39 @@ class Operation(Protocol[W]):
     def tokenize(self, work: W, task: TaskId) -> Tokenize:
         """The message that asks a worker for the ids of `work`, which is text."""
         ...
+
+    def check_answer(self, work: W, most: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> int:
+        """Of an operation `of_tokenizer`: check what a tokenizer has answered, for which `most` bytes are charged. Returns the
+        number of token ids.
+
+        Raises:
+            WireError: it is no answer to `work`.
+        """
+        raise NotImplementedError(f"{self.name} is no operation of tokenizers")
+
+
+def check_ragged(
+    values: tuple[str, str, int], rows: int, most: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]
+) -> None:
+    """Check that these are so many rows: a frame `values`, (name, dtype, bytes of an element), and one of lengths, with at
+    most `most` bytes together.
+
+    Raises:
+        WireError: they are not.
+    """
+    name, dtype, unit = values
+    lengths_name = f"{name.removesuffix('s')}_lengths"
+    found = [(spec.name, spec.dtype, len(spec.shape)) for spec in specs]
+    if found != [(name, dtype, 1), (lengths_name, "uint32", 1)]:
+        text = f"tokenized: its frames are {found}; expected {name}, {dtype}, and {lengths_name}, uint32"
+        raise WireError("malformed", text, field="frames")
+    lengths, size = np.frombuffer(frames[1], np.uint32), len(frames[0])
+    total = int(lengths.sum(dtype=np.int64)) * unit
+    if len(lengths) != rows or total != size:
+        text = f"tokenized: {len(lengths)} rows of {total} bytes; expected {rows} of {size}"
+        raise WireError("malformed", text, field=lengths_name)
+    if size + len(frames[1]) > most:
+        raise WireError("malformed", f"tokenized: {name} has {size} bytes; at most {most}", field=name)
 
 
 def signature(number: int, variant: int = 0) -> int:

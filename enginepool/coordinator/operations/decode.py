@@ -5,9 +5,7 @@ Its requests wait for a tokenizer with the requests of text, and what the tokeni
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from enginepool.coordinator.operations.base import Operation, Work, signature
+from enginepool.coordinator.operations.base import Operation, Work, check_ragged, signature
 from enginepool.coordinator.requests.memory import request_bytes
 from enginepool.protocol.basis import ELEMENT_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.errors import WireError
@@ -73,24 +71,9 @@ class DecodeOperation(Operation[DecodeWork]):
     def tokenize(self, work: DecodeWork, task: TaskId) -> Tokenize:
         return Tokenize(task, work.part.frames, operation=self.name, skip_special_tokens=work.skip_special_tokens)
 
-
-def check_texts(rows: int, most: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
-    """Check that a worker's answer is the texts of so many rows, for which `most` bytes are charged.
-
-    Raises:
-        WireError: it is not.
-    """
-    found = [(spec.name, spec.dtype, len(spec.shape)) for spec in specs]
-    if found != [("texts", "utf8", 1), ("text_lengths", "uint32", 1)]:
-        text = f"tokenized: its frames are {found}; expected texts, utf8, and text_lengths, uint32"
-        raise WireError("malformed", text, field="frames")
-    lengths, size = np.frombuffer(frames[1], np.uint32), len(frames[0])
-    total = int(lengths.sum(dtype=np.int64))
-    if len(lengths) != rows or total != size:
-        text = f"tokenized: {len(lengths)} texts of {total} bytes; expected {rows} of {size}"
-        raise WireError("malformed", text, field="text_lengths")
-    if size + len(frames[1]) > most:
-        raise WireError("malformed", f"tokenized: the texts have {size} bytes; at most {most}", field="texts")
+    def check_answer(self, work: DecodeWork, most: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> int:
+        check_ragged(("texts", "utf8", 1), work.rows, most, specs, frames)
+        return work.tokens
 
 
 def _token_bytes(can: Capabilities | None) -> int:

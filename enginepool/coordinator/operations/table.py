@@ -8,6 +8,14 @@ from enginepool.coordinator.operations.embed import EMBED
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.coordinator.operations.logprobs import LOGPROBS
 from enginepool.coordinator.operations.score import SCORE
-from enginepool.protocol.messages import Decode, Embed, Generate, Logprobs, Score
+from enginepool.coordinator.operations.tokenize_texts import TOKENIZE
+from enginepool.protocol.messages import Decode, Embed, Generate, Logprobs, Score, TokenizeTexts
 
-OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE, Embed: EMBED, Logprobs: LOGPROBS, Decode: DECODE, Generate: GENERATE}
+OPERATIONS: dict[type, Operation[Any]] = {
+    Score: SCORE,
+    Embed: EMBED,
+    Logprobs: LOGPROBS,
+    Decode: DECODE,
+    TokenizeTexts: TOKENIZE,
+    Generate: GENERATE,
+}

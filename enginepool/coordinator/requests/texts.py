@@ -5,7 +5,6 @@ from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED
 from enginepool.coordinator.core.transitions import end_text, enter_request
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.operations.decode import check_texts
 from enginepool.coordinator.operations.labels import remember
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -32,7 +31,7 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     group = request.group
     old = request.work
     if old.operation.of_tokenizer:
-        _decoded(requests, worker, request, e)
+        _answered(requests, worker, request, e)
         return
     try:
         work = with_ids(old, e.specs, e.frames, e.truncated, e.labels)
@@ -55,16 +54,16 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
         request.queue.push(request)
 
 
-def _decoded(requests: RequestLifecycle, worker: Worker, request: Request, e: ev.TextTokenized) -> None:
-    """The texts of token ids: the answer."""
+def _answered(requests: RequestLifecycle, worker: Worker, request: Request, e: ev.TextTokenized) -> None:
+    """What the tokenizer says is the answer."""
     work = request.work
     try:
-        check_texts(work.rows, request.answer, e.specs, e.frames)
+        tokens = work.operation.check_answer(work, request.answer, e.specs, e.frames)
     except WireError as error:
         requests.fail(request, "engine_error", error.message)
         return
     timings = Timings(int((requests.core.now - request.arrival) * 1e6), 0)
-    usage = Usage(work.rows, work.tokens)
+    usage = Usage(work.rows, tokens)
     requests.finish_with(
         request, Result(request.id, worker.version, [], usage, timings, list(e.specs), workers=worker.named), e.frames
     )

@@ -17,7 +17,8 @@ def joined_rows(tokenizer: Any, pairs: Sequence[tuple[str, str]], asked: Tokeniz
     """
     if not pairs:
         return [], 0
-    rows = [list(ids) for ids in tokenizer([first + second for first, second in pairs], verbose=False)["input_ids"]]
+    plain = {} if asked.add_special_tokens else {"add_special_tokens": False}
+    rows = [list(ids) for ids in tokenizer([first + second for first, second in pairs], verbose=False, **plain)["input_ids"]]
     longer = too_long(rows, asked)
     for i in longer:
         rows[i] = _truncated(tokenizer, *pairs[i], asked, i)
