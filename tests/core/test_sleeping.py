@@ -259,6 +259,7 @@ class FoundPool(Pool):
 
 def test_a_process_of_an_earlier_coordinator_may_work_until_it_has_dropped_that_work() -> None:
     pool = FoundPool(workers=2)
+    assert rows(say(pool, "resume")) == [("g-0", ""), ("g-1", "")]
     assert rows(obey(pool, say(pool, "pause"))) == [("g-0", "pool_down"), ("g-1", "")]
     pool.do(ev.WorkerRegistered(0, b"o", "g", "old-0", 1, "here"))
     assert rows(say(pool, "pause", id=2)) == [("g-0", "pool_down"), ("g-1", "")]

@@ -147,16 +147,16 @@ class Commands:
         self._report = ControlReport(message.id, group.name, message.command, [])
         for worker in group.workers.values():
             if worker not in set(self.ready):
-                self._not_ready(worker.name, worker.stage, works=worker.busy or not worker.epoch_confirmed)
+                self._not_ready(worker.name, worker.stage, works=worker.busy, may_work=not worker.epoch_confirmed)
         for slot in group.slots:
             if slot.worker is None and slot.state is not SlotState.RETIRED:
                 stage = "starting" if slot.state is SlotState.UP else slot.state.value
-                works = slot.state is SlotState.UP and slot.adopted
-                self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF, works=works)
+                adopted = slot.state is SlotState.UP and slot.adopted
+                self._not_ready(slot.name, stage, runs=slot.state is not SlotState.BACKOFF, may_work=adopted)
 
-    def _not_ready(self, name: str, stage: str, *, runs: bool = True, works: bool = False) -> None:
-        """The outcome of a worker that is given no command. `runs`: its process may have memory. `works`: it
-        may have work, perhaps of an earlier coordinator."""
+    def _not_ready(self, name: str, stage: str, *, runs: bool = True, works: bool = False, may_work: bool = False) -> None:
+        """The outcome of a worker that is given no command. `runs`: its process may have memory. `works`: it has work.
+        `may_work`: it may have work of an earlier coordinator, which it drops when it hears of this one."""
         asked = self._message
         if asked.worker not in (ALL, name):
             return
@@ -165,7 +165,7 @@ class Commands:
             row = WorkerOutcome(name, message="no process runs; it is started when it is woken")
         elif asked.command == "sleep":
             row.message += "; it sleeps once it is"
-        elif asked.command in ("pause", "resume") and not works:
+        elif (asked.command == "pause" and not (works or may_work)) or (asked.command == "resume" and not works):
             row.code = ""  # that is true of it already, or will be
         self._report.workers.append(row)
 
