@@ -11,7 +11,7 @@ from enginepool.coordinator.core.states import WorkerState
 from enginepool.protocol.messages import Batch, Idle, Ready
 from enginepool.protocol.messages.control import Command, Commanded, CommandName, Control, ControlReport, MemoryTag
 from enginepool.protocol.messages.weight_reports import Inspect, InspectWeights
-from enginepool.protocol.messages.weights import Prepare, Restore
+from enginepool.protocol.messages.weights import Prepare, Restore, Restored
 from tests.core.generations import CAN as GENERATING
 from tests.core.generations import GeneratingPool, generate, outputs
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, failures, results, work
@@ -332,6 +332,17 @@ def test_a_worker_whose_weights_sleep_after_a_restore_is_not_restored_before_it_
     assert not of_type(sent, Restore) and state(pool, "late") is WorkerState.ASLEEP
     woken = obey(pool, say(pool, "wake", id=2), digest="lost")
     assert len(of_type(woken, Restore)) == 2 and state(pool, "late") is WorkerState.RESTORING
+
+
+def test_a_worker_that_refused_to_sleep_during_a_restore_is_told_again_when_that_has_failed() -> None:
+    pool = UpdatePool()
+    pool.publish(Trainer(pool), 1, [pool.worker("w")])
+    pool.written()
+    late = pool.worker("late")
+    asked = commands(say(pool, "sleep", KV))[late]
+    pool.do(ev.WorkerSaid(0, late, Commanded(asked.task, "pool_down", "not ready: it takes weights")))
+    told = pool.do(ev.WorkerSaid(0, late, Restored(1, "needs_weights", "no stager")))
+    assert [(one.command, one.tags) for one in commands(told).values()] == [("sleep", [KV])]
 
 
 def test_the_colocated_cycle_updates_while_only_the_weights_are_awake() -> None:

@@ -70,6 +70,7 @@ OTHERS = [
         ("packed", "unloadable", "crowded", "embedding"),
         "text with hidden states was told to come back without end, when its plain worker was given up before it was ready",
     ),
+    (207004, 7, ("updates", "sleeping", "generating"), "a worker that refused to sleep during a restore was not told again"),
     (11670, 7, ("updates", "sleeping"), "a worker that slept right after its restore was asked for another one meanwhile"),
     (3255, 8, ("crowded",), "a cancelled request cost its client a turn in another signature"),
     (

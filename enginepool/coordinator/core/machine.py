@@ -121,7 +121,7 @@ class Machine:
             ErrorReply: reports.refused,
             Exiting: self.fleet.bye,
             **dict.fromkeys((Prepared, Joined, Staged, WeightsLoaded), self.weights.answered),
-            Restored: self.restoring.failed,
+            Restored: self._not_restored,
             Commanded: self._commanded,
             AdapterChanged: self.adapters.answered,
         }
@@ -259,6 +259,10 @@ class Machine:
             self._status(e)
 
     # --- weights -------------------------------------------------------------------------------------------------------
+
+    def _not_restored(self, worker: Worker, message: Restored) -> None:
+        self.restoring.failed(worker, message)
+        self.holding.settle(worker)  # what it was told meanwhile it refused, for it took weights
 
     def _settle(self) -> None:
         """Handle secondary events, and let updates go on, until neither causes more."""
