@@ -165,7 +165,8 @@ class SimGenerator:
         """The worker does not want these any more: each leaves with the step that runs."""
         for task in tasks:
             running = self._running.get(task)
-            assert running is not None or task in self._seen, f"{task} is cancelled, and never ran"
+            known = task in self._seen or self._engine.dead  # a dead engine takes none
+            assert running is not None or known, f"{task} is cancelled, and never ran"
             if running is not None:  # else the worker, which was held up, will hear that it has left
                 assert not running.stopped, f"{task} is cancelled twice"
                 running.stopped = True

@@ -59,6 +59,7 @@ GENERATIONS = [
     (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
     (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),
     (1644, 5, ("updates", "sleeping"), "the simulator expected no report to a command that came again after its refusal"),
+    (204057, 4, ("updates", "sleeping"), "the simulator expected that a dead engine had taken what its worker then cancelled"),
     (1850, 3, ("sleeping",), "the simulator expected that no command comes again after the group has gone on"),
 ]
 
