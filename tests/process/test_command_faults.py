@@ -18,6 +18,7 @@ import pytest
 
 from enginepool import Generations, Pool, errors
 from enginepool.protocol.messages import GroupStatus, Sampling
+from enginepool.protocol.messages.control import ControlReport
 from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.forking import ForkedDaemon, ForkedProcess
@@ -27,6 +28,14 @@ from tests.process.test_generate import VOCAB, all_ready, prompt, workers_of
 
 Who = Literal["caller killed", "worker killed", "worker stopped", "coordinator killed"]
 WHO: tuple[Who, ...] = ("caller killed", "worker killed", "worker stopped", "coordinator killed")
+#: of workers, in the report of a command meanwhile: one that was lost, or is not back at the next coordinator, or ended while
+#: it slept, and starts again when it is woken
+CODES: dict[Who, set[str]] = {
+    "caller killed": {""},
+    "worker killed": {"", "engine_error", "pool_down"},
+    "worker stopped": {"", "engine_error", "pool_down"},
+    "coordinator killed": {"", "engine_error", "pool_down"},
+}
 LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 300}
 SAMPLING = Sampling(**LONG)
 #: a program that asks for one thing, and says so
@@ -66,6 +75,7 @@ class Shared:
             program = self.processes.keep(ForkedProcess(command, stdout=subprocess.DEVNULL), first=signal.SIGKILL)
         else:
             asked = asyncio.ensure_future(eval(call, {"pool": pool}))
+            await asyncio.sleep(0)  # it is sent ahead of the status
         while not begun((await pool.status()).groups[0]):
             await asyncio.sleep(0.01)
         if who == "caller killed":
@@ -104,6 +114,10 @@ async def until(pool: Pool, there: Callable[[GroupStatus], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+def codes_of(report: ControlReport) -> set[str]:
+    return {row.code for row in report.workers}
+
+
 def held(group: GroupStatus) -> bool:
     return group.paused or bool(group.asleep)
 
@@ -114,10 +128,7 @@ def test_a_group_is_held_and_goes_on_when_a_process_is_lost(shared: Shared, hold
     async def struck(pool: Pool, call: str, there: Callable[[GroupStatus], bool]) -> None:
         report = await shared.struck(pool, f"pool.{call}()", who, there)
         assert there((await pool.status()).groups[0]), "it lasts"
-        codes = {row.code for row in report.workers} if report else {""}
-        # A worker that ended while it slept is started again when it is woken. One that has not heard of the new coordinator
-        # yet may work for the one before.
-        assert codes == {""} or (who != "caller killed" and codes <= {"", "engine_error", "pool_down"}), report
+        assert report is None or codes_of(report) <= CODES[who], report
 
     async def scene(pool: Pool) -> None:
         async with asyncio.TaskGroup() as calls:
@@ -130,6 +141,17 @@ def test_a_group_is_held_and_goes_on_when_a_process_is_lost(shared: Shared, hold
         for i, run in enumerate(runs):
             [[one]] = run.result()
             assert one.token_ids.tolist() == expected_output(prompt(i), SAMPLING, vocab=VOCAB, end_every=0)[0]
+
+    run(shared, scene)
+
+
+@pytest.mark.parametrize("who", WHO[1:])
+def test_a_flush_has_a_row_for_each_worker_when_a_process_is_lost(shared: Shared, who: Who) -> None:
+    async def scene(pool: Pool) -> None:
+        report = await shared.struck(pool, "pool.flush()", who, lambda _: True)
+        assert len(report.workers) == 2 and codes_of(report) <= CODES[who], report
+        await all_ready(pool, shared.daemon)
+        assert codes_of(await pool.flush()) == {""}
 
     run(shared, scene)
 
