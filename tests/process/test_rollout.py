@@ -201,7 +201,7 @@ def test_a_process_that_is_lost_and_new_weights_change_no_sample_and_no_reward(
         async with WeightPublisher(pool, group="g", **OPTIONS) as publisher:
             handle = await publisher.start(some_weights(new), new, in_flight=mode)
             finish = asyncio.create_task(handle.finish())
-            while who and handle.phase != "load":
+            while who and handle.phase != "load" and not finish.done():
                 await asyncio.sleep(0.002)
             if who:
                 await shared.strike(pool, who, sign)

@@ -27,7 +27,7 @@ from tests.process.weights import some_weights
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 #: an engine takes weights long enough for a fault to happen meanwhile
-ENGINE: dict[str, Any] = {**GENERATES, "forward_s": 0.005, "take_s": 0.5}
+ENGINE: dict[str, Any] = {**GENERATES, "forward_s": 0.005, "take_s": 1.0}
 TIMES: dict[str, Any] = {
     "silence_s": 2.0,
     "update_prepare_s": 4.0,
@@ -96,8 +96,6 @@ CASES = [
     Case("retract", "load", "stager", KILL, "committed"),
     Case("retract", "load", "trainer", STOP, "committed"),
     Case("abort", "load", "stager", KILL, "committed"),
-    Case("abort", "load", "trainer", KILL, "committed"),
-    Case("abort", "load", "worker", KILL, "committed"),
     Case("abort", "load", "coordinator", KILL, "aborted"),
     Case("drain", "hold", "stager", KILL, "either"),
     Case("drain", "hold", "trainer", KILL, "committed"),
@@ -110,7 +108,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_who_is_lost_during_an_update_loses_no_token_and_the_next_update_succeeds(shared: Shared, case: Case) -> None:
     async def scene() -> None:
-        async with streaming(shared.daemon, 8, max_new_tokens=300) as (pool, streams):
+        # Those that are waited for must not have ended before.
+        async with streaming(shared.daemon, 8, max_new_tokens=800 if case.phase == "hold" else 300) as (pool, streams):
             new = (await pool.weights()).version + 1
             how = await (by_another_trainer if case.who == "trainer" else by_this_one)(shared, pool, case, new)
             assert case.ends in (how, "either"), how
