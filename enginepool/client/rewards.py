@@ -75,8 +75,14 @@ def _called(reward: RewardFunction) -> Rewarder:
 
         return awaited
 
+    def called(row: Any, sample: Generation) -> Any:
+        try:
+            return reward(row, sample)
+        except StopIteration as error:  # no future takes it: who awaits the thread would wait without an end
+            raise RuntimeError(f"reward: the function raised {error!r}") from error
+
     async def threaded(row: Any, sample: Generation) -> float:
-        value = await asyncio.to_thread(reward, row, sample)
+        value = await asyncio.to_thread(called, row, sample)
         return number(await value if inspect.isawaitable(value) else value)
 
     return threaded

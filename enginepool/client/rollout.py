@@ -180,6 +180,7 @@ class Rollout:
     def cancel(self) -> None:
         """Take all requests back. Groups that were not taken are dropped. Idempotent."""
         self._fail(RequestCancelled("the rollout was left before its end"))
+        self._ready.clear()
 
     async def aclose(self) -> None:
         """As `cancel`."""
@@ -201,15 +202,17 @@ class Rollout:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled():
+            error = task.exception()
+        else:  # also by something that was awaited, such as the iterable of prompts: then no one else ends this rollout
+            error = None if task.cancelling() else RequestCancelled("prompts: what they were awaited from was cancelled")
+        if error is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None or (self._fed and not self._open):
             return
         self._failure, self._begun = error, True
-        if isinstance(error, RequestCancelled):
-            self._ready.clear()
         for task in self._tasks:
             task.cancel()
         self._heard.set()
@@ -289,7 +292,13 @@ class Rollout:
             if isinstance(error, EnginepoolError) and not isinstance(error, _OF_ONE):
                 raise
             draft.errors.append(error)
-            return np.nan
+        except (asyncio.CancelledError, SystemExit) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Something that the function awaits was cancelled, or the program that it runs has ended.
+            draft.errors.append(RuntimeError(f"reward: the function raised {error!r}"))
+        return np.nan
 
     # --- the age of samples ----------------------------------------------------------------------------------------------
 
