@@ -24,7 +24,8 @@ class Models:
 
 
 class Reference:
-    """`transformers` in float32, one row at a time: no padding, no batching, nothing shared with the engine but the files."""
+    """`transformers` in float32: no padding, and one row at a time, but for `scores_of_labels`; nothing shared with the engine
+    but the files."""
 
     def __init__(self, models: Models) -> None:
         with warnings.catch_warnings():
@@ -57,6 +58,12 @@ class Reference:
         if softmax:
             return self._torch.softmax(logits[list(labels)], dim=-1).numpy()
         return self._torch.softmax(logits, dim=-1)[list(labels)].numpy()
+
+    def scores_of_labels(self, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> npt.NDArray[np.float64]:
+        """As `label_scores` without softmax, of many rows of one length at once."""
+        with self._torch.no_grad():
+            logits = self._causal(self._torch.tensor(rows)).logits[:, -1].double()
+        return self._torch.softmax(logits, dim=-1)[:, list(labels)].numpy()
 
     def logits(self, row: list[int], labels: Sequence[int]) -> npt.NDArray[np.float64]:
         """Of these labels as the next token; of the head's outputs where there are none."""
