@@ -176,6 +176,42 @@ def test_an_error_of_one_reward_or_one_prompt_is_in_its_group(coordinator: Rollo
     scene(coordinator, main)
 
 
+def test_a_reward_that_is_cancelled_or_ends_its_program_is_an_error_of_its_group(coordinator: RolloutCoordinator) -> None:
+    async def cancelled(row: Any, sample: Generation) -> float:
+        raise asyncio.CancelledError
+
+    async def left(row: Any, sample: Generation) -> float:
+        raise SystemExit(2)
+
+    def ended(row: Any, sample: Generation) -> float:
+        raise SystemExit(3)  # as a program does that is run for its reward
+
+    def nothing(row: Any, sample: Generation) -> float:
+        return next(iter(list[float]()))
+
+    async def main(pool: Pool) -> None:
+        for reward, named in (
+            (cancelled, "CancelledError"), (left, "SystemExit(2)"), (ended, "SystemExit(3)"), (nothing, "StopIteration"),
+        ):  # fmt: skip
+            [group] = await pool.rollout([[11]], 2, reward=reward, max_new_tokens=2).result()
+            assert np.isnan(group.rewards).all() and len(group.samples) == len(group.errors) == 2
+            assert named in str(group.errors[0])
+
+    scene(coordinator, main)
+
+
+def test_prompts_that_are_cancelled_end_the_rollout(coordinator: RolloutCoordinator) -> None:
+    async def prompts() -> AsyncIterator[list[int]]:
+        yield [11]
+        raise asyncio.CancelledError
+
+    async def main(pool: Pool) -> None:
+        with pytest.raises(errors.RequestCancelled, match="prompts"):
+            await pool.rollout(prompts(), 1, reward=length, max_new_tokens=2).result()
+
+    scene(coordinator, main)
+
+
 def test_each_row_brings_its_own_media(coordinator: RolloutCoordinator) -> None:
     rows = [{"prompt": [11], "images": [b"one", b"two"], "audio": b"three"}, {"prompt": [12], "images": None}, [13]]
 
@@ -192,25 +228,36 @@ def test_each_row_brings_its_own_media(coordinator: RolloutCoordinator) -> None:
     assert kinds == [[], [], ["image", "image", "audio"]]
 
 
-def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(coordinator: RolloutCoordinator) -> None:
-    coordinator.held, coordinator.fails = {12}, {13: "pool_down"}
+@pytest.mark.parametrize(("code", "kind"), [("pool_down", errors.PoolDown), ("cancelled", errors.RequestCancelled)])
+def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(
+    coordinator: RolloutCoordinator, code: str, kind: type[Exception]
+) -> None:
+    coordinator.held, coordinator.fails = {12}, {13: code}
     reached = asyncio.Event()
 
     async def prompts() -> AsyncIterator[list[int]]:
         yield [11]
         yield [12]
+        yield [14]
         await reached.wait()
+        for _ in range(5):  # its group is finished
+            await asyncio.sleep(0)
         yield [13]
 
+    async def rewarded(row: Any, sample: Generation) -> float:
+        if row == [14]:
+            reached.set()
+        return 1.0
+
     async def main(pool: Pool) -> None:
-        rollout = pool.rollout(prompts(), 1, reward=length, max_new_tokens=2)
+        rollout = pool.rollout(prompts(), 1, reward=rewarded, max_new_tokens=2)
         assert [group.index for group in await taken(rollout, 1)] == [0]
-        reached.set()
-        with pytest.raises(errors.PoolDown):
-            await rollout.next_group()
-        with pytest.raises(errors.PoolDown):
-            await rollout.next_group()
-        assert (await asyncio.to_thread(coordinator.wait_for, Cancel)).id == coordinator.asked[1].id
+        canceled = await asyncio.to_thread(coordinator.wait_for, Cancel)
+        assert canceled.id == coordinator.asked[1].id
+        assert [group.index for group in await rollout.take(3)] == [2], "it was finished before"
+        for _ in range(2):
+            with pytest.raises(kind):
+                await rollout.next_group()
 
     scene(coordinator, main)
 
