@@ -196,8 +196,12 @@ class PoolInferenceEngine(_Interface):
         _all_did(await (await self._here()).sleep(self._group, tags=kwargs.get("tags") or MEMORY_TAGS))
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """`Pool.wake`: the engines take back these `tags`, by default all."""
-        _all_did(await (await self._here()).wake(self._group, tags=kwargs.get("tags") or MEMORY_TAGS))
+        """`Pool.wake`: the engines take back these `tags`, by default all. SkyRL wakes `weights`, then `kv_cache`, and knows no
+        `cuda_graph`, which wakes with the last."""
+        tags: set[Any] = set(kwargs.get("tags") or MEMORY_TAGS)
+        if "kv_cache" in tags:
+            tags.add("cuda_graph")
+        _all_did(await (await self._here()).wake(self._group, tags=[*tags]))
 
     async def get_world_size(self) -> tuple[int, int]:
         """(workers of the group, 1)."""
