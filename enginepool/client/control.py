@@ -71,6 +71,8 @@ class ControlCalls:
     ) -> ControlReport:  # fmt: skip
         """Have engines take back parts of their memory that `sleep` released. A worker of which nothing sleeps gets work.
 
+        After `sleep` of all parts the last `wake` names no tags: one that wakes `kv_cache` alone leaves `cuda_graph` asleep.
+
         An engine that kept no copy of its weights has none then. An update gives it new ones, while its `kv_cache` sleeps or
         later. Without an update it is restored to the committed weights before it gets work.
 

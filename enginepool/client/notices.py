@@ -1,11 +1,12 @@
-"""Tells a caller without a timeout what it waits for: a group that has no worker, and that only external workers can serve."""
+"""Tells a caller without a timeout what it waits for: a group without a worker that only external workers can serve, or one
+that is paused or sleeps."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 from enginepool.errors import EnginepoolError
-from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.messages import GroupStatus, StatusReport
 
 log = logging.getLogger("enginepool")
 
@@ -14,7 +15,8 @@ LOOK_S = 10.0
 
 
 class Notices:
-    """Looks at the status while calls without a timeout wait; one warning for each group, each time that it has no worker."""
+    """Looks at the status while calls without a timeout wait; one warning for each group, each time that it
+    has no worker, is paused, or sleeps."""
 
     def __init__(self, address: str, ask: Callable[[], Awaitable[StatusReport]]) -> None:
         self._address = address
@@ -59,10 +61,20 @@ class Notices:
             self._set_timer()
 
     def seen(self, report: StatusReport) -> None:
-        """Warn of groups in which requests wait for a first worker."""
+        """Warn of groups in which requests wait for more than their turn."""
         for group in report.groups:
-            if not group.no_worker:
+            why = _stopped(group)
+            if not why:
                 self._told.discard(group.name)
             elif group.queued and group.name not in self._told:
                 self._told.add(group.name)
-                log.warning("%s: group %r: %s; calls wait for it", self._address, group.name, group.no_worker)
+                log.warning("%s: group %r: %s; calls wait for it", self._address, group.name, why)
+
+
+def _stopped(group: GroupStatus) -> str:
+    """Why nothing of a group runs until somebody does something about it; or ""."""
+    if group.no_worker:
+        return group.no_worker
+    if group.paused:
+        return "it is paused until it is resumed"
+    return f"it sleeps ({', '.join(group.asleep)}) until it is woken" if group.asleep else ""

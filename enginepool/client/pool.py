@@ -44,7 +44,7 @@ class Pool(
     exactly one answer or error. A coordinator that is stopped on purpose is no error either: calls wait for the next one, until
     their timeout; without a timeout, as long as it takes. All errors are `enginepool.errors.EnginepoolError`. A coordinator
     that shuts down or falls silent, and the return of one, are warnings in the log `enginepool`. So is, once, a group without a
-    worker for which a call without a timeout waits.
+    worker, or one that is paused or sleeps, for which a call without a timeout waits.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 
@@ -105,12 +106,20 @@ def test_a_group_that_serves_says_nothing_of_workers_that_were_lost_before() -> 
     assert said == ["g: g-0 ready"]
 
 
-def test_a_call_without_a_timeout_is_told_once_that_its_group_has_no_worker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("stopped", "said"),
+    [
+        ({"no_worker": NONE}, NONE),
+        ({"paused": True}, "it is paused until it is resumed"),
+        ({"asleep": ["cuda_graph"]}, "it sleeps (cuda_graph) until it is woken"),
+    ],
+)
+def test_a_call_without_a_timeout_is_told_once_why_nothing_of_its_group_runs(
+    stopped: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "LOOK_S", 0.001)
-    reports = [GroupStatus("g", queued=2, no_worker=NONE)] * 3 + [GroupStatus("g", queued=2)]
-    reports += [GroupStatus("g", no_worker=NONE)] + [GroupStatus("g", queued=1, no_worker=NONE)] * 2
+    reports = [GroupStatus("g", queued=2, **stopped)] * 3 + [GroupStatus("g", queued=2)]
+    reports += [GroupStatus("g", **stopped)] + [GroupStatus("g", queued=1, **stopped)] * 2
 
     async def play() -> None:
         looked = asyncio.Event()
@@ -130,5 +139,5 @@ def test_a_call_without_a_timeout_is_told_once_that_its_group_has_no_worker(
     with caplog.at_level(logging.WARNING, "enginepool"):
         asyncio.run(play())
     assert [record.getMessage() for record in caplog.records] == [
-        f"ipc://pool: group 'g': {NONE}; calls wait for it",
+        f"ipc://pool: group 'g': {said}; calls wait for it",
     ] * 2

@@ -77,7 +77,9 @@ def test_a_group_that_sleeps_holds_its_requests_and_their_deadlines_count() -> N
     assert rows(obey(pool, asked)) == [("w1", ""), ("w2", "")]
     assert state(pool, "w1") is WorkerState.ASLEEP
     pool.do(ev.WorkerHeard(0, b"w1"), ev.WorkerHeard(0, b"w2"))
-    assert failures(pool.wait(6.0)).keys() == {2}
+    late = failures(pool.wait(6.0))
+    assert late.keys() == {2}
+    assert late[2].message.endswith("; group g sleeps (cuda_graph, kv_cache, weights) until it is woken")
     pool.do(ev.Heard(0, client))
     woken = obey(pool, say(pool, "wake", id=2))
     assert [one for one in woken if isinstance(one.message, Batch)]
@@ -246,7 +248,8 @@ def test_a_paused_group_starts_nothing_and_goes_on_where_it_stopped() -> None:
     assert (message.ended[0].reason, tokens) == ("interrupted", [[8]]), "a caller of parts has its part at once"
     assert commands(asked)[link].command == "pause"
     assert rows(obey(pool, asked)) == [("late", ""), ("w", "")]
-    assert not pool.submit(client, 3, generate(3)) and pool.machine.core.groups["g"].holds.paused
+    assert not pool.submit(client, 3, generate(3))
+    assert pool.machine.core.groups["g"].holds.waits_for == "is paused until it is resumed"
     [again, new] = pool.tasks(resumed := say(pool, "resume", id=2))
     assert rows(obey(pool, resumed)) == [("late", ""), ("w", "")]
     assert (len(again.frames[0]), len(new.frames[0])) == (4 * 4, 4 * 3)

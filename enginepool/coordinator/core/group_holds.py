@@ -29,6 +29,12 @@ class GroupHolds(msgspec.Struct, frozen=True):
         """Generations stand still in their engines."""
         return self.paused and self.mode != "abort"
 
+    @property
+    def waits_for(self) -> str:
+        """What lets requests of the whole group run again, after the name of the group; "": they may run."""
+        sleeps = f"sleeps ({', '.join(sorted(self.asleep[ALL]))}) until it is woken" if ALL in self.asleep else ""
+        return " and ".join(filter(None, ("is paused until it is resumed" if self.paused else "", sleeps)))
+
     def wanted(self, worker: str) -> frozenset[MemoryTag]:
         """The parts of the engine of this worker that are to sleep."""
         if not self.asleep:

@@ -148,6 +148,8 @@ class Request:
         if self.min_version > group.version:
             name = "min_version" if self.exact_version is None else "version"
             return f"; {name} is {self.min_version}, but the committed weight version is {group.version}"
+        if held := group.holds.waits_for:
+            return f"; group {group.name} {held}"
         if not any(worker.able for worker in group.workers.values()):
             return f"; no worker of group {group.name} is ready"
         return ""
