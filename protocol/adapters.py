@@ -16,6 +16,7 @@ LOADS_ADAPTERS = "load_adapters"
 
 #: It is a part of the name of a folder.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 . _ -, the first a letter or a digit"
 
 
@@ -34,6 +35,11 @@ def check_adapter_version(version: int) -> None:
     """Raise WireError `bad_request` for a version that no adapter can have."""
     if not 1 <= version <= MAX_ID:
         raise WireError("bad_request", f"version: {version} is outside 1..{MAX_ID}", field="version", limit=str(MAX_ID))
+
+
+def is_adapter_digest(text: str) -> bool:
+    """Whether `adapter_digest` may return `text`."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def adapter_digest(config: Buffer, tensors: Buffer) -> str:

@@ -12,11 +12,13 @@ T = TypeVar("T", bound=Hashable)
 class WorkerAdapters:
     """What the engine of a worker has of them, as far as the worker said so."""
 
-    __slots__ = ("again_at", "loaded", "missing", "task", "until", "wanted")
+    __slots__ = ("again_at", "loaded", "missing", "task", "unasked", "until", "wanted")
 
     def __init__(self) -> None:
         #: by the engine's names
         self.loaded: set[str] = set()
+        #: of them, those that this coordinator did not have it load: what is in them is not known
+        self.unasked: set[str] = set()
         #: the task that it has now, and when that must be done: it loads this version, or unloads what has this name
         self.task: TaskId | None = None
         self.until = 0.0
@@ -28,7 +30,13 @@ class WorkerAdapters:
     def say(self, loaded: Collection[str]) -> None:
         """The worker says what its engine has. What it is about to unload does not count."""
         unloads = {self.wanted} if self.task is not None and isinstance(self.wanted, str) else set[str]()
+        self.unasked = {name for name in loaded if not self.has(name) or name in self.unasked} - unloads
         self.loaded = {*loaded} - unloads
+
+    def has(self, name: str) -> bool:
+        """Whether its engine has loaded what it calls so, or is about to."""
+        loads = self.task is not None and not isinstance(self.wanted, str) and self.wanted.engine_name == name
+        return loads or name in self.loaded
 
 
 class GroupAdapters(Generic[T]):

@@ -19,7 +19,7 @@ from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.coordinator.weights.adapter_checks import open_load
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
-from enginepool.protocol.adapters import check_adapter_name
+from enginepool.protocol.adapters import check_adapter_name, is_adapter_digest
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
 from enginepool.protocol.generated import (
@@ -310,16 +310,23 @@ def _prepared(now: float, link: Link, prepared: m.Prepared, frames: Sequence[Buf
     return ev.WorkerSaid(now, link, prepared)
 
 
+def _adapter_changed(now: float, link: Link, changed: m.AdapterChanged, frames: Sequence[Buffer]) -> ev.Event:
+    # The journal and each status report have it.
+    if changed.digest and not is_adapter_digest(changed.digest):
+        raise WireError("malformed", f"digest: {changed.digest[:80]!r}: expected 32 hexadecimal digits", field="digest")
+    return ev.WorkerSaid(now, link, changed)
+
+
 #: messages without frames and with nothing to check
 _SAID = (
     m.Stage, m.Idle, m.Exiting, m.ErrorReply, m.Joined, m.Staged, m.WeightsLoaded, m.Restored, m.Commanded,
-    m.AdapterChanged,
 )  # fmt: skip
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
     m.GetSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
     m.Ready: _ready,
     m.Prepared: _prepared,
+    m.AdapterChanged: _adapter_changed,
     m.Done: _done,
     m.GenerationProgress: _progress,
     m.PrefixBlocks: _prefix_blocks,

@@ -1,12 +1,13 @@
 """Changes of adapters: a version of a LoRA adapter takes the place of the committed one, or none does.
 
-    store → load → journal → the end       of an adapter that came as tensors
-            load → journal → the end       of one in a folder
-                   journal → the end       where one is unloaded
+    store → clear → load → journal → the end       of an adapter that came as tensors
+            clear → load → journal → the end       of one in a folder
+                           journal → the end       where one is unloaded
 
-Engines load the new version while they have the old one. Until the journal has taken the change, a failure ends it: the new
-version is unloaded again, and the old one answers as before. Afterwards new sequences use the new version. `worker_adapters`
-brings workers to what is wanted of them.
+A change is clear to be loaded once no engine has anything under its name: an earlier change of the same version may have had
+other content. Engines load the new version while they have the old one. Until the journal has taken the change, a failure ends
+it: the new version is unloaded again, and the old one answers as before. Afterwards new sequences use the new version.
+`worker_adapters` brings workers to what is wanted of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +45,7 @@ class AdapterChange:
         self.name = name
         self.until = until
         self.adapter: AdapterVersion | None = None
-        self.phase: Literal["store", "load", "journal"] = "journal"
+        self.phase: Literal["store", "clear", "load", "journal"] = "journal"
         self.nbytes = 0
 
 
@@ -100,7 +101,7 @@ class AdapterChanges:
         nbytes = sum(map(len, e.frames))
         change.adapter = AdapterVersion(message.name, message.version, message.digest, message.path, nbytes)
         if not e.frames:
-            change.phase = "load"
+            change.phase = "clear"
             return
         change.phase, change.nbytes = "store", nbytes
         core.live_bytes += nbytes
@@ -116,23 +117,42 @@ class AdapterChanges:
             self.abort(change, "update_aborted", f"the adapter could not be stored: {e.error}")
             return
         change.adapter = replace(change.adapter, path=e.path)
-        change.phase = "load"
+        change.phase = "clear"
+
+    def clear(self, group: Group) -> None:
+        """Let the workers of `group` load the candidate, unless one of them has something else under its name. That is unloaded
+        first: until then there is no candidate, and nothing of that name is wanted."""
+        change = self.open.get(group.name)
+        if change is None or change.adapter is None or change.phase not in ("clear", "load"):
+            return
+        name, all_ = change.adapter.engine_name, [worker.adapters for worker in group.workers.values()]
+        if change.phase == "clear" and not any(one.has(name) for one in all_):
+            change.phase = "load"
+        elif any(name in one.unasked for one in all_):
+            change.phase = "clear"
 
     def candidate(self, group: Group) -> AdapterVersion | None:
         """The version that workers of `group` load, or have loaded, and that is not committed."""
         change = self.open.get(group.name)
-        return None if change is None or change.phase == "store" else change.adapter
+        return None if change is None or change.phase in ("store", "clear") else change.adapter
 
-    def loaded(self, worker: Worker, adapter: AdapterVersion, digest: str) -> None:
-        """The engine of a worker has loaded the candidate, or a version that was given up meanwhile."""
-        change = self.open.get(worker.group.name)
-        if change is None or change.adapter is None or change.adapter.engine_name != adapter.engine_name:
-            return
-        if not change.adapter.digest:
-            change.adapter = replace(change.adapter, digest=digest)
-        elif change.adapter.digest != digest:
-            text = f"{worker.name} sees other files in {adapter.path} than another worker: copy the same ones to each host"
-            self.abort(change, "weights_refused", text, field="path")
+    def loaded(self, worker: Worker, adapter: AdapterVersion, digest: str) -> str:
+        """The engine of a worker has loaded the candidate, what is committed, or a version that was given up meanwhile. Returns
+        why the worker has to be lost, or ""."""
+        name, group = adapter.engine_name, worker.group
+        change, known = self.open.get(group.name), self.candidate(group)
+        if known is None or known.engine_name != name:
+            known = group.adapters.committed.get(adapter.name)
+        elif change is not None and change.phase == "load":
+            if not known.digest:
+                change.adapter = replace(known, digest=digest)
+            elif known.digest != digest:
+                text = f"{worker.name} sees other files in {adapter.path} than another worker: copy the same ones to each host"
+                self.abort(change, "weights_refused", text, field="path")
+            return ""
+        if known is None or known.engine_name != name or known.digest == digest:
+            return ""
+        return f"it has loaded other files as adapter {name} than those that are committed"
 
     def failed(self, worker: Worker, adapter: AdapterVersion, code: str, why: str) -> bool:
         """A worker did not load `adapter`. Returns whether that was the candidate, whose change ends with it."""
@@ -163,7 +183,7 @@ class AdapterChanges:
     def watch(self) -> None:
         """A change whose workers never were ready ends."""
         for change in list(self.open.values()):
-            if change.phase == "load" and self.core.now >= change.until:
+            if change.phase in ("clear", "load") and self.core.now >= change.until:
                 self.abort(change, "update_aborted", "its workers were not ready in time")
 
     def _write(self, change: AdapterChange) -> None:

@@ -8,7 +8,13 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.weights.publish_validation import check_names, outside
-from enginepool.protocol.adapters import LOADS_ADAPTERS, MAX_ADAPTER_CONFIG, check_adapter_name, check_adapter_version
+from enginepool.protocol.adapters import (
+    LOADS_ADAPTERS,
+    MAX_ADAPTER_CONFIG,
+    check_adapter_name,
+    check_adapter_version,
+    is_adapter_digest,
+)
 from enginepool.protocol.capabilities import MAX_ADAPTERS
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
@@ -38,7 +44,7 @@ def open_load(message: LoadAdapter, frames: Sequence[Buffer]) -> None:
     if len(frames[0]) > MAX_ADAPTER_CONFIG:
         text = f"config: {len(frames[0])} bytes; at most {MAX_ADAPTER_CONFIG}"
         raise WireError("bad_request", text, field="config", limit=str(MAX_ADAPTER_CONFIG))
-    if len(message.digest) != _DIGEST or set(message.digest) - set("0123456789abcdef"):
+    if not is_adapter_digest(message.digest):
         text = f"digest: {message.digest[:80]!r}: expected {_DIGEST} hexadecimal digits"
         raise WireError("bad_request", text, field="digest", limit=str(_DIGEST))
 

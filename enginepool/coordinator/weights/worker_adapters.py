@@ -37,6 +37,7 @@ class AdapterWorkers:
                 self._settle(group)
 
     def _settle(self, group: Group) -> None:
+        self.changes.clear(group)
         before = self.changes.open.get(group.name)
         stale = False
         for worker in list(group.workers.values()):
@@ -77,6 +78,7 @@ class AdapterWorkers:
         mine.until = self.core.now + self.core.config.timing.update_load_s
         if isinstance(wanted, str):
             mine.loaded.discard(wanted)  # from now on nothing counts on it
+            mine.unasked.discard(wanted)
         else:
             worker.detail = f"loads adapter {wanted.engine_name}"
         self._post(worker)
@@ -110,7 +112,9 @@ class AdapterWorkers:
         else:
             mine.missing = worker.detail = ""
             mine.loaded.add(wanted.engine_name)
-            self.changes.loaded(worker, wanted, message.digest)
+            if wrong := self.changes.loaded(worker, wanted, message.digest):
+                self.fleet.lose(worker, wrong, kill=True)
+                return
         facts_changed(self.core, worker)
 
     def _failed(self, worker: Worker, wanted: AdapterVersion, message: AdapterChanged) -> None:

@@ -1,0 +1,89 @@
+"""Two adapters of one name and version with different content: no worker serves one of them as the other."""
+
+import msgspec
+import pytest
+
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.adapter_events import AdapterAsked, AdapterStored
+from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.messages.adapters import AdapterChanged, AdapterReport, LoadAdapter
+from tests.core.machines import Sent, failures
+from tests.core.test_adapters import DIGEST, TENSORS, AdapterPool, asked, changes, pool_of, reports
+
+OTHER = "0" * 32
+
+
+def stored(pool: AdapterPool) -> list[Sent]:
+    """The tensors of the change are on the disk."""
+    [store] = [one for one in pool.effects if isinstance(one, ef.StoreAdapter)]
+    pool.effects.remove(store)
+    return pool.do(AdapterStored(0, store.change, "/s"))
+
+
+@pytest.mark.parametrize("by", ["path", "tensors"])
+def test_a_version_that_is_loaded_anew_takes_the_place_of_what_was_unloaded(by: str) -> None:
+    pool, client = pool_of("a")
+    pool.commit(client, name="e")
+    pool.commit(client, id=10)
+    pool.unload(client, "e", id=11)
+    [busy] = changes(pool.written())
+    pool.unload(client, "f", id=12)
+    assert not changes(pool.written()), "it is told so once the other one is unloaded"
+    if by == "path":
+        pool.load(client, id=13, path="/a/new")
+    else:
+        pool.do(AdapterAsked(0, client, LoadAdapter(13, "f", 1, digest=DIGEST), (b"{}", TENSORS)))
+        stored(pool)
+    assert not pool.effects, "it is not committed yet"
+    [unload] = changes(pool.done(busy))
+    assert asked([unload]) == [(b"a", "unload", "f@1")]
+    [load] = changes(pool.done(unload))
+    assert asked([load]) == [(b"a", "load", "f@1")]
+    pool.done(load, OTHER if by == "path" else DIGEST)
+    assert reports(pool.written()) == [AdapterReport(13, "g", "f", 1, OTHER if by == "path" else DIGEST)]
+
+
+def test_what_a_worker_loads_for_a_change_that_failed_is_not_taken_for_the_next_one() -> None:
+    pool, client = pool_of("a", "b")
+    slow, failed = changes(pool.load(client))
+    pool.done(failed, code="weights_refused", message="r is 0")
+    pool.load_tensors(client, id=10)
+    [unload] = changes(pool.done(slow, OTHER))
+    assert asked([unload]) == [(b"a", "unload", "f@1")]
+    loads = [*changes(stored(pool)), *changes(pool.done(unload))]
+    assert asked(loads) == [(b"b", "load", "f@1"), (b"a", "load", "f@1")]
+    for load in loads:
+        pool.done(load)
+    assert reports(pool.written()) == [AdapterReport(10, "g", "f", 1, DIGEST)]
+
+
+def test_what_a_worker_brings_along_is_not_taken_for_the_version_that_is_being_loaded() -> None:
+    pool = AdapterPool()
+    client = pool.client()
+    pool.load(client)
+    [unload] = changes(pool.ready("a", "f@1"))
+    assert asked([unload]) == [(b"a", "unload", "f@1")]
+    [load] = changes(pool.done(unload))
+    pool.done(load)
+    assert reports(pool.written()) == [AdapterReport(9, "g", "f", 1, DIGEST)]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_worker_that_says_it_has_loaded_other_files_than_the_journal_has_is_lost(*, committed: bool) -> None:
+    pool, client = pool_of("a")
+    pool.done(changes(pool.load(client))[0])
+    if committed:
+        pool.written()
+    pool.done(changes(pool.ready("b"))[0], OTHER)
+    assert "b" not in pool.machine.core.groups["g"].workers
+    assert "it has loaded other files as adapter f@1 than those that are committed" in pool.logged[-1]
+    assert committed or reports(pool.written()) == [AdapterReport(9, "g", "f", 1, DIGEST)]
+    assert failures(pool.sent).keys() <= {None}, "the publisher hears of no failure"
+
+
+def test_a_digest_that_is_none_never_reaches_the_journal() -> None:
+    said = msgspec.msgpack.encode(AdapterChanged((1, 1), "x" * 100_000))
+    event = worker_event(0, b"w", [said])
+    assert isinstance(event, ev.WorkerBroken)
+    assert event.reason == f"it sent an invalid message: digest: '{'x' * 80}': expected 32 hexadecimal digits"
