@@ -1,4 +1,4 @@
-"""Two adapters of one name and version with different content: no worker serves one of them as the other."""
+"""What engines have under the name of an adapter: no worker serves other content, and no group is looked at in vain."""
 
 import msgspec
 import pytest
@@ -87,3 +87,17 @@ def test_a_digest_that_is_none_never_reaches_the_journal() -> None:
     event = worker_event(0, b"w", [said])
     assert isinstance(event, ev.WorkerBroken)
     assert event.reason == f"it sent an invalid message: digest: '{'x' * 80}': expected 32 hexadecimal digits"
+
+
+def test_a_group_is_looked_at_only_while_a_worker_has_something_to_do() -> None:
+    pool, client = pool_of("a")
+    adapters = pool.machine.core.groups["g"].adapters
+    pool.commit(client)
+    assert not adapters.stale
+    [load] = changes(pool.ready("b"))
+    assert adapters.stale, "it lacks what is committed"
+    pool.done(load)
+    assert not adapters.stale
+    pool.unload(client)
+    unloads = changes(pool.written())
+    assert [pool.done(one) for one in unloads] and not adapters.stale

@@ -46,7 +46,7 @@ class GroupAdapters(Generic[T]):
         self.committed: dict[str, AdapterVersion] = {}
         #: those that its engines were started with
         self.configured: tuple[str, ...] = ()
-        #: workers may have versions that are not wanted, until these are used no more and unloaded
+        #: workers may have versions that are not wanted, until these are used no more and unloaded, or lack one that is
         self.stale = False
         #: live requests that name an adapter, by its name
         self.requests: dict[str, dict[T, None]] = {}

@@ -63,7 +63,7 @@ class WorkerReports:
         worker.detail = ""
         group.adapters.configured = configured
         worker.adapters.say(message.adapters)
-        group.adapters.stale = group.adapters.stale or bool(message.adapters)
+        group.adapters.stale = group.adapters.stale or bool(message.adapters or group.adapters.committed)
         report_stage(self.core, worker, "ready")
         known = group.packed if can.packed else group.plain
         if alone:

@@ -31,18 +31,18 @@ class AdapterWorkers:
         self.changes = changes
 
     def settle(self) -> None:
-        """Let every group with something to do go on. Groups without adapters cost nothing."""
+        """Let every group with something to do go on. Groups whose workers have what they are to have cost nothing."""
         for group in self.core.groups.values():
-            if group.adapters.committed or group.name in self.changes.open or group.adapters.stale:
+            if group.adapters.stale or group.name in self.changes.open:
                 self._settle(group)
 
     def _settle(self, group: Group) -> None:
         self.changes.clear(group)
         before = self.changes.open.get(group.name)
-        stale = False
+        stale, wanted = False, self._wanted(group)
         for worker in list(group.workers.values()):
-            self._next(worker)
-            stale = stale or bool(worker.adapters.loaded - self._wanted(group).keys())
+            self._next(worker, wanted)
+            stale = stale or worker.adapters.loaded != wanted.keys()
         group.adapters.stale = stale
         self.changes.advance((worker for worker in group.workers.values() if _can(worker)), group)
         if before is not None and before.phase == "load" and group.name not in self.changes.open:
@@ -55,11 +55,10 @@ class AdapterWorkers:
             wanted[candidate.engine_name] = candidate
         return wanted
 
-    def _next(self, worker: Worker) -> None:
+    def _next(self, worker: Worker, wanted: dict[str, AdapterVersion]) -> None:
         mine = worker.adapters
-        if mine.task is not None or not _can(worker):
+        if (mine.loaded == wanted.keys() and not mine.missing) or mine.task is not None or not _can(worker):
             return
-        wanted = self._wanted(worker.group)
         for name in sorted(mine.loaded - wanted.keys() - _used(worker)):
             self._give(worker, name)
             return
