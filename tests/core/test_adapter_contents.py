@@ -101,3 +101,15 @@ def test_a_group_is_looked_at_only_while_a_worker_has_something_to_do() -> None:
     pool.unload(client)
     unloads = changes(pool.written())
     assert [pool.done(one) for one in unloads] and not adapters.stale
+
+
+def test_tensors_of_another_digest_are_a_bad_request_and_its_line_in_the_log_has_a_bounded_rate() -> None:
+    pool, client = pool_of("a")
+    pool.load_tensors(client)
+    [store] = pool.effects
+    assert isinstance(store, ef.StoreAdapter)
+    refused = failures(pool.do(AdapterStored(0, store.change, "", misfit="digest: it is another")))[9]
+    assert (refused.code, refused.field, refused.message) == ("bad_request", "digest", "digest: it is another")
+    assert pool.machine.core.live_bytes == 0
+    pool.commit(client, id=10)
+    assert [kind for text, kind in zip(pool.logged, pool.kinds, strict=True) if text.startswith("adapter ")] == ["update"] * 2

@@ -104,7 +104,7 @@ def test_the_store_keeps_what_is_committed_for_this_user_alone(tmp_path: Path) -
         for adapter in (kept, other):
             store.write(store.folder(group, adapter), StoreAdapter((7, 1), group, adapter, config, data))
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "adapters").rglob("*"))
-    with pytest.raises(ValueError, match=r"digest: .* is not that of config and tensors"):
+    with pytest.raises(ValueError, match=r"digest: .* is not that of the frames config and tensors"):
         store.write(store.folder("g", kept), StoreAdapter((7, 1), "g", kept, config, b"others"))
     store.keep_only({"g": [kept]}, "g")
     assert {path.name for path in (tmp_path / "adapters").glob("*/*")} == {"kept@1", "other@1"}
@@ -137,3 +137,22 @@ def test_what_is_stored_at_once_after_a_commit_stays(tmp_path: Path) -> None:
 
     asyncio.run(story())
     assert {path.name for path in (tmp_path / "adapters").glob("*/*")} == {"one@1", "other@1"}
+
+
+def test_tensors_of_another_digest_are_the_fault_of_their_publisher_and_not_of_the_disk(tmp_path: Path) -> None:
+    lines: list[str] = []
+    wrong = AdapterVersion("f", 1, "0" * 32, "", 9)
+
+    async def story() -> AdapterStored:
+        journal, seen = Journal(tmp_path), asyncio.Queue[Event]()
+        writer = JournalWriter(asyncio.get_running_loop(), journal, seen.put_nowait, lines.append, lambda: None)
+        writer.perform(StoreAdapter((7, 1), "g", wrong, str(CONFIG).encode(), b"tensors"))
+        stored = await seen.get()
+        writer.close()
+        journal.close()
+        assert isinstance(stored, AdapterStored)
+        return stored
+
+    stored = asyncio.run(story())
+    assert (stored.change, stored.error, lines) == ((7, 1), "", [])
+    assert stored.misfit == f"digest: {'0' * 32} is not that of the frames config and tensors"

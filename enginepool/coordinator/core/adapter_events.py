@@ -16,11 +16,13 @@ class AdapterAsked(Event):
 
 
 class AdapterStored(Event):
-    """An adapter that came as tensors lies in `path`, and would survive a crash; or why it could not be written."""
+    """An adapter that came as tensors lies in `path`, and would survive a crash; or why it could not be written. `misfit`: why
+    it was not: it is not what its publisher said."""
 
     change: tuple[int, int]
     path: str
     error: str = ""
+    misfit: str = ""
 
 
 class AdaptersWritten(Event):

@@ -31,7 +31,7 @@ class AdapterStore:
     def write(self, path: Path, effect: StoreAdapter) -> None:
         """Write an adapter, whole and synced. ValueError: it has another digest than was said."""
         if adapter_digest(effect.config, effect.tensors) != effect.adapter.digest:
-            raise ValueError(f"digest: {effect.adapter.digest} is not that of config and tensors")
+            raise ValueError(f"digest: {effect.adapter.digest} is not that of the frames config and tensors")
         self.remove(path)
         for folder in (self._root, path.parent, path):
             folder.mkdir(mode=0o700, exist_ok=True)

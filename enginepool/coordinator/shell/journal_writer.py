@@ -124,12 +124,19 @@ class JournalWriter:
         """`AdapterStored` follows, or `AdaptersWritten`, or nothing."""
         store = self._adapters
         if isinstance(effect, ef.StoreAdapter):
-            path, change = store.folder(effect.group, effect.adapter), effect.change
+            path, stored = store.folder(effect.group, effect.adapter), AdapterStored(0.0, effect.change, "")
 
-            def stored(why: str) -> None:
-                self._tell(AdapterStored(monotonic(), change, str(path), why))
+            def write() -> None:
+                try:
+                    store.write(path, effect)
+                except ValueError as error:  # of its publisher, and no failure of the disk
+                    stored.misfit = str(error)
 
-            self._submit(ADAPTERS, lambda: store.write(path, effect), stored)
+            def told(why: str) -> None:
+                stored.now, stored.path, stored.error = monotonic(), str(path), why
+                self._tell(stored)
+
+            self._submit(ADAPTERS, write, told)
         elif isinstance(effect, ef.WriteAdapters):
             self._submit(JOURNAL, lambda: self._write_adapters(effect), lambda why: self._adapters_written(effect, why))
         else:

@@ -113,6 +113,9 @@ class AdapterChanges:
         self.core.live_bytes -= change.nbytes
         change.nbytes = 0
         assert change.adapter is not None
+        if e.misfit:
+            self.abort(change, "bad_request", e.misfit, field="digest")
+            return
         if e.error:
             self.abort(change, "update_aborted", f"the adapter could not be stored: {e.error}")
             return
@@ -203,7 +206,7 @@ class AdapterChanges:
         del self.open[group.name]
         commit_adapter(core, group, change.name, adapter)
         what = "unloaded" if adapter is None else f"loaded in version {adapter.version}"
-        core.log(f"adapter {change.name} of {group.name} is {what}")
+        core.log(f"adapter {change.name} of {group.name} is {what}", "update")
         if adapter is None:
             text = f"adapter: {change.name!r} was unloaded"
             for request in list(group.adapters.requests.get(change.name, ())):
@@ -220,7 +223,7 @@ class AdapterChanges:
         self.core.live_bytes -= change.nbytes
         if adapter is not None and adapter.nbytes:
             self.core.effects.append(DropStored(group.name, adapter))
-        self.core.log(f"adapter {change.name} of {group.name} stays as it was: {code}: {why}")
+        self.core.log(f"adapter {change.name} of {group.name} stays as it was: {code}: {why}", "update")
         self._say(change.client, ErrorReply(code, why, change.question, field=field))
 
     def _of(self, id: TaskId) -> AdapterChange:
