@@ -49,6 +49,7 @@ def test_the_requests_of_one_client_end_and_no_other_ones() -> None:
     assert aborted(ended) == 3 and {one.link for one in ended} == {b"c", mine, b"w"}
     assert {id_: rows for id_, (_, rows) in outputs(ended).items()} == {5: [[7]], 6: [[7]]}
     assert failures(ended)[7].message == "all requests of this client were aborted by an operator"
+    assert pool.logged[-1] == "requests ended by an operator: 3: all requests of this client were aborted by an operator"
     assert len(pool.machine.core.links[other].live) == 2
     assert aborted(abort(pool, client=ME.hex())) == aborted(abort(pool, client="0" * 8)) == 0
 

@@ -179,6 +179,26 @@ def test_a_restarted_coordinator_keeps_the_group_asleep_and_tells_workers_that_a
     assert results(pool.finish_all())
 
 
+def test_the_log_says_what_sleeps_and_what_is_paused() -> None:
+    pool = Pool()
+    before = len(pool.logged)
+    obey(pool, say(pool, "sleep", WEIGHTS, KV, id=6))
+    obey(pool, say(pool, "sleep", KV, id=7))
+    obey(pool, say(pool, "wake", KV, id=8))
+    obey(pool, say(pool, "wake", id=9))
+    obey(pool, say(pool, "pause", id=10))
+    obey(pool, say(pool, "resume", id=11))
+    assert pool.logged[before:] == [
+        "group g is to sleep: kv_cache, weights",
+        "group g is to sleep: weights",
+        "group g is woken",
+        "group g is paused: its requests wait until it is resumed",
+        "group g is resumed",
+    ]
+    assert set(pool.kinds[before:]) == {"update"}, "publishers cause them, so their rate is bounded"
+    assert Restarted().logged == ["group g is to sleep: weights (from the journal)"]
+
+
 def test_a_worker_that_missed_a_wake_is_told_again() -> None:
     pool = Pool()
     pool.worker("w")

@@ -1,5 +1,7 @@
 """What publishers have stopped in a group until they say otherwise: engines that sleep, all of its work. Journaled. Pure."""
 
+from collections.abc import Iterator
+
 import msgspec
 from msgspec.structs import replace
 
@@ -49,3 +51,14 @@ class GroupHolds(msgspec.Struct, frozen=True):
         """These parts are to be awake, of the engine of `worker` or of all engines."""
         left = {name: was - tags if worker in (ALL, name) else was for name, was in self.asleep.items()}
         return replace(self, asleep={name: was for name, was in left.items() if was})
+
+
+def told(group: str, before: GroupHolds, after: GroupHolds) -> Iterator[str]:
+    """Lines for the operator's log: what has changed in a group of this name."""
+    if before.paused != after.paused:
+        yield f"group {group} is paused: its requests wait until it is resumed" if after.paused else f"group {group} is resumed"
+    for name in sorted(before.asleep.keys() | after.asleep.keys()):
+        tags = after.asleep.get(name, _NOTHING)
+        if tags != before.asleep.get(name, _NOTHING):
+            who = f"worker {name}" if name else f"group {group}"
+            yield f"{who} is to sleep: {', '.join(sorted(tags))}" if tags else f"{who} is woken"

@@ -13,6 +13,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_holds import GroupHolds, told
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLost, WorkerReturned
@@ -178,6 +179,8 @@ class Machine:
         self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, GroupWeights()), e.holds.get(name))
+            for line in told(name, GroupHolds(), group.holds):
+                core.log(f"{line} (from the journal)")
             group.history.extend(e.history.get(name, ()))
             group.adapters.committed = {one.name: one for one in e.adapters.get(name, ())}
             self.slots.open(group, list(e.alive))

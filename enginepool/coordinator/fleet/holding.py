@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHolds, ToWorker
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.group_holds import GroupHolds
+from enginepool.coordinator.core.group_holds import GroupHolds, told
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.transitions import set_holds
 from enginepool.coordinator.core.worker import Worker
@@ -94,6 +94,8 @@ class GroupHolding:
             if not end_with_tokens(requests, request):
                 requests.fail(request, "cancelled", why)
             self.core.wake(request.group)
+        if ended:
+            self.core.log(f"requests ended by an operator: {len(ended)}: {why}", "update")
         return len(ended)
 
     def lost(self, worker: Worker) -> None:
@@ -105,6 +107,8 @@ class GroupHolding:
     def _set(self, group: Group, holds: GroupHolds) -> int:
         if holds == group.holds:
             return 0
+        for line in told(group.name, group.holds, holds):
+            self.core.log(line, "update")
         set_holds(self.core, group, holds)
         _, number = self.core.task_id()
         self.core.effects.append(KeepHolds(number, group.name, holds))
