@@ -23,7 +23,10 @@ def main(context: typer.Context) -> None:
 
 
 @adapters.command("list")
-def list_(connect: Address = DEFAULT_ADDRESS, group: Group = "") -> None:
+def list_(
+    connect: Address = DEFAULT_ADDRESS,
+    group: Annotated[str, typer.Option(help="Those of this group alone.")] = "",
+) -> None:
     """Show the adapters that were loaded.
 
     A line for each: its group, name, version, digest, and its folder or its size. Those that engines start with are in
@@ -33,8 +36,11 @@ def list_(connect: Address = DEFAULT_ADDRESS, group: Group = "") -> None:
     Examples:
       enginepool adapters list
     """
-    for one in ask_pool(connect, lambda pool: pool.status()).groups:
-        for adapter in one.adapters if group in ("", one.name) else ():
+    from enginepool.client.readiness import named_group
+
+    report = ask_pool(connect, lambda pool: pool.status())
+    for one in [named_group(report, group)] if group else report.groups:
+        for adapter in one.adapters:
             where = adapter.path or f"{adapter.nbytes} bytes"
             typer.echo(f"{one.name}: {adapter.name} version {adapter.version} {adapter.digest} {where}")
 

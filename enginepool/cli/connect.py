@@ -40,6 +40,29 @@ Address = Annotated[
 ]
 
 
+def check_target(target: str) -> str:
+    """GROUP or GROUP/WORKER. Raises BadParameter."""
+    # Half a name must not reach more than it was meant to: a script's variable may be empty.
+    if not all(names := target.split("/")) or len(names) > 2:
+        raise typer.BadParameter(f"{target!r}: write GROUP or GROUP/WORKER, with the names that `enginepool status` shows")
+    return target
+
+
+def _check_optional_target(target: str) -> str:
+    return check_target(target) if target else target
+
+
+#: a group, or one of its workers, or "": the only group
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="[GROUP[/WORKER]]",
+        callback=_check_optional_target,
+        help="A group, or one of its workers; a pool of one group needs no name.",
+    ),
+]
+
+
 def open_pool(address: str) -> "Opening[Pool]":
     """A connected pool, to be entered with `async with`, which closes it."""
     from enginepool.client.pool import Pool

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, Target, ask_pool
 from enginepool.cli.outcomes import show_outcomes
 
 if TYPE_CHECKING:
@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="[GROUP[/WORKER]]", help="A group, or one of its workers; a pool of one group needs no name."),
-    ] = "",
+    target: Target = "",
     seconds: Annotated[float, typer.Option(min=0.1, max=300.0, metavar="SECONDS", help="For how long.")] = 10.0,
     steps: Annotated[
         int, typer.Option(min=0, max=10_000, metavar="N", help="And for how many forwards at most; 0: any number.")

@@ -4,21 +4,14 @@ from typing import Annotated
 
 import typer
 
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
-
-
-def _check_target(target: str) -> str:
-    # Half a name must not restart more than it was meant to: a script's variable may be empty.
-    if not all(names := target.split("/")) or len(names) > 2:
-        raise typer.BadParameter(f"{target!r}: write GROUP or GROUP/WORKER, with the names that `enginepool status` shows")
-    return target
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool, check_target
 
 
 def restart(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="GROUP[/WORKER]", callback=_check_target, help="A group, or one of its workers, as in the status."
+            metavar="GROUP[/WORKER]", callback=check_target, help="A group, or one of its workers, as in the status."
         ),
     ],
     connect: Address = DEFAULT_ADDRESS,

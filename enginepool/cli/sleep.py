@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, Target, ask_pool
 from enginepool.cli.outcomes import show_outcomes
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ class TagName(StrEnum):
     cuda_graph = "cuda_graph"
 
 
-Target = Annotated[
-    str, typer.Argument(metavar="[GROUP[/WORKER]]", help="A group, or one of its workers; a pool of one group needs no name.")
-]
 Tags = Annotated[list[TagName] | None, typer.Option("--tag", help="A part of the memory; may be repeated. By default all.")]
 
 
@@ -38,7 +35,7 @@ def sleep(target: Target = "", tag: Tags = None, connect: Address = DEFAULT_ADDR
       enginepool sleep policy/policy-0 --tag kv_cache
     """
     group, _, worker = target.partition("/")
-    show_outcomes(ask_pool(connect, lambda pool: pool.sleep(group, tags=_tags(tag), worker=worker)), "asleep")
+    show_outcomes(ask_pool(connect, lambda pool: pool.sleep(group, tags=_tags(tag), worker=worker)), _done("asleep", tag))
 
 
 def wake(target: Target = "", tag: Tags = None, connect: Address = DEFAULT_ADDRESS) -> None:
@@ -53,8 +50,13 @@ def wake(target: Target = "", tag: Tags = None, connect: Address = DEFAULT_ADDRE
       enginepool wake policy --tag weights
     """
     group, _, worker = target.partition("/")
-    show_outcomes(ask_pool(connect, lambda pool: pool.wake(group, tags=_tags(tag), worker=worker)), "awake")
+    show_outcomes(ask_pool(connect, lambda pool: pool.wake(group, tags=_tags(tag), worker=worker)), _done("awake", tag))
 
 
 def _tags(chosen: list[TagName] | None) -> "list[MemoryTag]":
     return [tag.value for tag in chosen or TagName]  # pyright: ignore[reportReturnType] (the same names)
+
+
+def _done(what: str, chosen: list[TagName] | None) -> str:
+    # One part that is awake does not make a worker awake.
+    return f"{what}: {', '.join(dict.fromkeys(chosen))}" if chosen else what

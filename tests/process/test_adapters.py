@@ -295,6 +295,7 @@ def test_commands_list_load_and_unload(processes: Processes, tmp_path: Path) -> 
     run(daemon, lambda pool: look_at(pool, {}))
     path, at = folder(tmp_path / "root/f"), ("--connect", daemon.address)
     assert call("adapters", "list", *at) == (0, "", "")
+    assert call("adapters", "list", "--group", "h", *at) == (1, "", "enginepool: group: 'h' is none of: g\n")
     code, out, _ = call("adapters", "load", "f", path, "--version", 3, *at)
     assert code == 0 and out.startswith("g: f version 3 ")
     digest = out.split()[-1]

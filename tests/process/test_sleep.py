@@ -79,7 +79,7 @@ def test_one_worker_sleeps_while_the_others_answer(play: Play) -> None:
         ):
             await stage.pool.sleep(tags=["disk"])  # type: ignore[list-item]
         code, out, err = await asyncio.to_thread(call, "sleep", "g/g-1", "--tag", "weights", "--connect", stage.daemon.address)
-        assert (code, out, err) == (0, "g-1: asleep\n", "")
+        assert (code, out, err) == (0, "g-1: asleep: weights\n", "")
         code, out, err = await asyncio.to_thread(call, "wake", "--connect", stage.daemon.address)
         assert (code, out, err) == (0, "g-0: awake\ng-1: awake\ng-2: awake\n", "")
 
