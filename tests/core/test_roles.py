@@ -140,7 +140,8 @@ def test_a_path_elsewhere_may_not(path: str) -> None:
     assert outside(path, ["/data/a", "/m"]).startswith(f"path: {path!r}: must ")
     assert outside("/data/a", []).endswith("must lie under one of the group's checkpoint_roots, and its configuration has none")
     assert outside("/etc", ["/data", "/m"]).endswith("must lie under one of the group's checkpoint_roots: /data, /m")
-    assert outside("step-400", ["/data"]).endswith("must be absolute, or a directory that exists where it is published")
+    assert outside("step-400", ["/data"]).endswith("must be absolute, or a directory that exists on the client's host")
+    assert outside("step-400", ["/data"], "save_roots").endswith("must be absolute")
 
 
 @pytest.mark.parametrize(

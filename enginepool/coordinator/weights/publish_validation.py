@@ -88,7 +88,9 @@ def outside(path: str, roots: Sequence[str], setting: str = "checkpoint_roots") 
     """Why the directory `path` may not be opened, as far as its text tells; or "". Workers resolve links. `roots`: the value of
     `setting` of the group."""
     if not path.startswith("/"):
-        return f"path: {path!r}: must be absolute, or a directory that exists where it is published"
+        # Our clients make a directory that they can see absolute, but what is saved does not exist yet.
+        seen = "" if setting == "save_roots" else ", or a directory that exists on the client's host"
+        return f"path: {path!r}: must be absolute{seen}"
     if "\0" in path or ".." in path.split("/"):
         return f"path: {path!r}: must not contain '..' or a null character"
     if not roots:
