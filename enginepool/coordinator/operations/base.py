@@ -136,7 +136,7 @@ class Operation(Protocol[W]):
         Raises:
             WireError: it is no answer to `work`.
         """
-        raise NotImplementedError(f"{self.name} is no operation of tokenizers")
+        raise RuntimeError(f"{self.name} is no operation of tokenizers")
 
 
 def check_ragged(
