@@ -25,6 +25,7 @@ from enginepool.protocol.frames import Buffer, encode_header
 from tests.core.invariants import check_machine, check_update
 from tests.sim.admitting import watch_admission
 from tests.sim.commands import CommandWatch
+from tests.sim.deadlines import watch_deadlines
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.shares import Shares
@@ -42,6 +43,7 @@ class Watch:
     def __init__(self, machine: Machine, oracle: Oracle, check_every: int) -> None:
         self.machine = machine
         watch_admission(machine)
+        watch_deadlines(machine)
         self.commands = CommandWatch(machine, machine.core.config.timing.update_inspect_s)
         self.oracle = oracle
         self.events = 0
