@@ -72,7 +72,7 @@ class Notices:
 
 
 def _stopped(group: GroupStatus) -> str:
-    """Why nothing of a group runs until somebody does something about it; or ""."""
+    """Why nothing of a group runs until something changes; or ""."""
     if group.no_worker:
         return group.no_worker
     if group.paused:

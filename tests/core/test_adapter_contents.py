@@ -95,7 +95,7 @@ def test_a_group_is_looked_at_only_while_a_worker_has_something_to_do() -> None:
     pool.commit(client)
     assert not adapters.stale
     [load] = changes(pool.ready("b"))
-    assert adapters.stale, "it lacks what is committed"
+    assert adapters.stale, "what is committed is missing"
     pool.done(load)
     assert not adapters.stale
     pool.unload(client)
