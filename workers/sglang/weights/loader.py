@@ -53,7 +53,7 @@ Pairs = Callable[[], Iterable[tuple[str, Any]]]
 def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") -> None:
     """The `custom_weight_loader`. `refused`: why SGLang takes no updates of this model, or ""."""
     ticket: dict[str, Any] = msgspec.json.decode(named_tensors[0][0])
-    weights = _weights.setdefault(id(model), ModelWeights(model))
+    weights = _weights.get(id(model)) or _weights.setdefault(id(model), ModelWeights(model))
     weights.touched, weights.refused, weights.running = False, refused, ticket.get("running", "")
     try:
         with weights.adapters.away():
