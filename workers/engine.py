@@ -265,7 +265,8 @@ class Engine(Protocol):
 
         `confirmed=False`: it may return sooner. What the engine is asked next begins when it has stopped, and is answered
         after all tokens that were computed have gone to `emit`: a load, for which the engine stands still, waits for no answer
-        before it.
+        before it. Nor need it wait for `resume`: from the load on the engine may compute, and what it computes goes to `emit`
+        after `resume`.
 
         Prompts that are given meanwhile wait. A `generate` that is cancelled meanwhile may end only with the first step after
         `resume`; where its sequences wait, at once. A paused engine may be paused again: `retract` after `in_place` frees the

@@ -11,6 +11,8 @@ class EnginePauses:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._modes: dict[str, PauseMode] = {}
+        #: a load may have let it compute
+        self._ahead = False
         self._turn = asyncio.Lock()
 
     async def pause(self, who: str, mode: PauseMode, *, confirmed: bool = True) -> PauseMode:
@@ -18,10 +20,13 @@ class EnginePauses:
         the engine is paused then."""
         async with self._turn:
             self._engine.check_pause(mode)
-            if "retract" in self._modes.values():
-                mode = "retract"
-            elif not self._modes or mode == "retract":
+            retracted = "retract" in self._modes.values()
+            mode = "retract" if retracted else mode
+            if not self._modes or self._ahead or (mode == "retract" and not retracted):
+                # It must stand still for others after the load, too.
+                confirmed = confirmed or bool(self._modes)
                 await self._engine.pause(mode, confirmed=confirmed)
+                self._ahead = not confirmed
                 self._modes = dict.fromkeys(self._modes, mode)
             self._modes[who] = mode
             return mode
@@ -37,4 +42,5 @@ class EnginePauses:
         """It does not want the engine paused any more. Idempotent."""
         async with self._turn:
             if self._modes.pop(who, None) is not None and not self._modes:
+                self._ahead = False
                 await self._engine.resume()

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
+from enginepool.workers.sglang.patches.new_weights import WENT_ON
 
 
 class Answers(msgspec.Struct, kw_only=True):
@@ -36,12 +37,20 @@ def message(**ends: bool) -> Answers:
     )
 
 
+class Said(msgspec.Struct):
+    """SGLang's answer to a ticket."""
+
+    message: str
+
+
 class Reader:
-    """SGLang's reader of answers."""
+    """SGLang's readers of answers."""
 
     def __init__(self, metrics: bool = False) -> None:
         self.read: list[Answers] = []
+        self.others: list[Said] = []
         self.enable_metrics = metrics
+        self._result_dispatcher = self.others.append
 
     async def _handle_batch_output(self, recv_obj: Answers) -> None:
         self.read.append(recv_obj)
@@ -99,3 +108,30 @@ def test_messages_of_rows_pass_and_count_as_no_step_of_the_sequences() -> None:
     tm = Reader()
     assert hand_on(tm, message(x=True), takers="") == []
     assert [read.rids for read in tm.read] == [["x"]]
+
+
+def test_tokens_that_follow_a_load_with_which_the_scheduler_went_on_are_held_back_in_order() -> None:
+    async def main() -> None:
+        tm: Any = Reader()
+        subject, taken = SchedulerMessages(tm, lambda: None), list[tuple[list[int], Any]]()
+
+        def take(rid: str, tokens: list[int], _: Sequence[float], reason: Any, *more: Any) -> None:
+            taken.append((tokens, reason))
+
+        subject.takers["b"] = partial(take, "b")
+        await tm._handle_batch_output(message(a=False, b=False))
+        tm._result_dispatcher(Said("Success"))
+        await tm._handle_batch_output(message(b=False))
+        assert [tokens for tokens, _ in taken] == [[1, 2], [0, 1]]
+        tm._result_dispatcher(Said(WENT_ON))
+        before = len(tm.read)
+        await tm._handle_batch_output(message(a=False, b=False))
+        await tm._handle_batch_output(message(b=True))
+        assert len(taken) == 2 and len(tm.read) == before and len(tm.others) == 2
+        await subject.release()
+        assert [tokens for tokens, _ in taken[2:]] == [[1, 2], [0, 1]]
+        assert taken[-1][1] == {"type": "length"} and len(tm.read) == before + 2
+        await tm._handle_batch_output(message(b=False))
+        assert len(taken) == 5
+
+    asyncio.run(main())

@@ -244,6 +244,36 @@ def test_a_paused_engine_emits_nothing_and_goes_on_where_it_was(mode: PauseMode)
     asyncio.run(main())
 
 
+def test_a_load_lets_an_engine_compute_only_where_nothing_else_pauses_it() -> None:
+    asked: list[tuple[str, bool]] = []
+
+    class Asked:
+        def check_pause(self, mode: str) -> None: ...
+
+        async def pause(self, mode: str, *, confirmed: bool = True) -> None:
+            asked.append((mode, confirmed))
+
+        async def resume(self) -> None:
+            asked.append(("resume", True))
+
+    async def main() -> None:
+        subject: Any = Asked()
+        pauses = EnginePauses(subject)
+        await pauses.pause("weights", "in_place", confirmed=False)
+        await pauses.pause("command", "in_place")  # it may compute by now
+        await pauses.resume("weights")
+        await pauses.pause("weights", "in_place", confirmed=False)
+        await pauses.pause("weights", "retract", confirmed=False)
+        await pauses.resume("weights")
+        await pauses.resume("command")
+        await pauses.pause("command", "in_place")
+        await pauses.resume("command")
+
+    asyncio.run(main())
+    one, other = [("in_place", False), ("in_place", True), ("retract", True)], [("in_place", True)]
+    assert asked == [*one, ("resume", True), *other, ("resume", True)]
+
+
 def test_an_engine_is_paused_until_all_who_wanted_that_let_it_go_on() -> None:
     async def main() -> None:
         one, heard = engine(), Heard()

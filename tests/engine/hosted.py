@@ -317,6 +317,10 @@ class _Host:
             for _ in range(3):
                 await self._engine.weights.confirm()
             assert counts() == pauses[-1], "tokens in a pause"
+            engine: Any = self._engine
+            while load is not None and not engine._generation.messages._held:
+                await asyncio.sleep(0.001)  # it has gone on with the load, and its tokens are held back
+            assert counts() == pauses[-1], "tokens of weights that are not committed"
             await self._engine.resume()
         await asyncio.gather(*work)
         return emitted, pauses
@@ -350,6 +354,29 @@ class _Host:
         for one in work[1:]:
             one.result()
         return left, emitted
+
+    async def drop_after_load(self, task: GenerationTask, load: tuple[Any, ...]) -> None:
+        """A task runs, new weights are loaded, and before they are committed it is cancelled. The engine has gone on then."""
+        emitted: list[NewTokens] = []
+        begun = asyncio.Event()
+
+        def emit(new: NewTokens) -> None:
+            emitted.append(new)
+            begun.set()
+
+        engine: Any = self._engine
+        work = asyncio.create_task(self._engine.generate(task, emit))
+        await begun.wait()
+        await self._engine.pause("in_place", confirmed=False)
+        await self._engine.weights.load_weights(*load)
+        loaded = len(emitted)
+        while not engine._generation.messages._held:
+            await asyncio.sleep(0.001)
+        assert len(emitted) == loaded, "tokens of weights that are not committed"
+        work.cancel()
+        await self._engine.resume()
+        await asyncio.wait({work})
+        assert work.cancelled() and not engine._tm.rid_to_state
 
     async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""

@@ -475,6 +475,20 @@ def across_updates(
 
 
 @pytest.mark.every_version
+def test_nothing_stays_of_a_sequence_that_went_on_with_weights_that_are_not_committed(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject = Subject(generating, models.causal, tmp_path)
+    given, asked = subject.drawn(21), task(PROMPTS[2], logprobs=True, ignore_eos=True, max_new_tokens=200)
+    generating.call("drop_after_load", asked, (given.weights, 21, given.digest, "in_place"))
+    own = Given(tmp_path, subject.own)
+    subject.load_weights(own.weights, 22, own.digest)  # as a restore
+    again = one(generating, task(PROMPTS[2], logprobs=True, ignore_eos=True))
+    assert_greedy(reference, PROMPTS[2], again)
+    assert again.cached == [0]
+
+
+@pytest.mark.every_version
 def test_sequences_go_on_under_new_weights_over_keys_and_values_of_the_old_ones(
     generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
 ) -> None:

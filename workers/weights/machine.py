@@ -18,7 +18,7 @@ answers of the open update are sent again: one of them may be lost with its link
 
 `load` and `restore` need an empty engine: they are `waiting` until the work inside has left, and `loading` until their answer.
 The machine holds work back meanwhile. With `generations` of `prepare`, generations stay: the executor pauses the engine for the
-`load`, and it goes on with `committed` or `release`. A `restore` that arrives during another one waits for it.
+`load`, and sends tokens again with `committed` or `release`. A `restore` that arrives during another one waits for it.
 
 A higher epoch ends the open update, which can no longer be committed. Before `load` that is a `release`. After `load` the new
 coordinator knows from the journal what was committed: staged bytes stay until it says `committed`, `restore` or `prepare`.

@@ -33,10 +33,10 @@ is killed or restored. After it, the group is on the new version: a worker that 
 group is on hold from `hold` to the end, and no worker gets work on other weights than the committed ones, so that no answer
 mixes versions.
 
-With `in_flight` `in_place` or `retract`, generations stay in their engines, each of which pauses between two steps until its
-member hears `committed` or `release`. So all tokens that the coordinator gets are of committed weights: those before the pause
-of the old ones, those after it of the new ones. If it fails, the generations of every member are taken back before its engine
-goes on, and continue after their last token.
+With `in_flight` `in_place` or `retract`, generations stay in their engines, each of which pauses between two steps. Its member
+sends no tokens from then on until it hears `committed` or `release`. So all tokens that the coordinator gets are of committed
+weights: those before the pause of the old ones, those after it of the new ones. If it fails, the generations of every member
+are taken back before it sends more, and continue after their last token.
 
 A hold lets the batches in flight finish, or puts them back. What is left of a request of which some rows were given to workers
 waits in the queue like all others: a large request would hold the group for as long as all its rows take. Rows of it that are

@@ -1,5 +1,7 @@
 """New tokens, read off the scheduler's own messages: one for each step, with the tokens of all sequences. No SGLang here.
 
+A scheduler that goes on with a load says so in its answer. What follows is held back until the weights are committed.
+
 SGLang wakes the reader of each request for each of its tokens. With hundreds of sequences that costs the worker more time than
 all the rest, so it is left to requests that end.
 """
@@ -8,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+
+from enginepool.workers.sglang.patches.new_weights import WENT_ON
 
 #: Takes the new tokens of a request, their log-probabilities if it asked for some, why it ended, as SGLang says it, how many
 #: tokens of its prompt were in SGLang's prefix cache, and the message with the request's place in it. It never raises.
@@ -18,7 +22,7 @@ class SchedulerMessages:
     """Hands on tokens, and to SGLang the requests that end.
 
     Args:
-        tm: SGLang's tokenizer manager, whose reader of answers is wrapped.
+        tm: SGLang's tokenizer manager, whose readers of answers are wrapped.
         forward_done: called after each message in which tokens were handed on.
     """
 
@@ -28,14 +32,34 @@ class SchedulerMessages:
         #: SGLang counts each token itself, where it is asked for metrics.
         self._whole = bool(getattr(tm, "enable_metrics", False))
         self._forward_done = forward_done
-        read: Callable[[Any], Awaitable[None]] = tm._handle_batch_output
+        #: messages of weights that are not committed; None: those are not
+        self._held: list[Any] | None = None
+        self._read: Callable[[Any], Awaitable[None]] = tm._handle_batch_output
+        dispatch: Callable[[Any], None] = tm._result_dispatcher
 
         async def handle(message: Any) -> None:
-            left = self._hand_on(message)
-            if left or self._whole:
-                await read(message if self._whole else _only(message, left))
+            if self._held is None:
+                await self._handle(message)
+            else:
+                self._held.append(message)
 
-        tm._handle_batch_output = handle
+        def handle_other(message: Any) -> None:
+            if getattr(message, "message", "") == WENT_ON and self._held is None:
+                self._held = []
+            dispatch(message)
+
+        tm._handle_batch_output, tm._result_dispatcher = handle, handle_other
+
+    async def release(self) -> None:
+        """Hand on what is held back, and nothing is held back any more."""
+        while self._held:
+            await self._handle(self._held.pop(0))
+        self._held = None
+
+    async def _handle(self, message: Any) -> None:
+        left = self._hand_on(message)
+        if left or self._whole:
+            await self._read(message if self._whole else _only(message, left))
 
     def _hand_on(self, message: Any) -> list[int]:
         """The places in `message` of requests that end, or are not ours."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginepool.workers.engine import EngineError, PauseMode
+from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 
 #: SGLang's resolved settings with which a pause is refused -> why
 _REFUSED = {
@@ -21,12 +22,14 @@ class EnginePausing:
         tokenizer_manager: SGLang's, which talks to the schedulers.
         requests: SGLang's module of request classes.
         settings: SGLang's, resolved.
+        messages: those of the schedulers.
     """
 
-    def __init__(self, tokenizer_manager: Any, requests: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer_manager: Any, requests: Any, settings: Mapping[str, Any], messages: SchedulerMessages) -> None:
         self._tm = tokenizer_manager
         self._requests = requests
         self._settings = settings
+        self._messages = messages
 
     def check(self, mode: PauseMode) -> None:
         """Raise EngineError: it cannot be paused so."""
@@ -43,7 +46,8 @@ class EnginePausing:
         await self._tm.pause_generation(self._requests.PauseGenerationReqInput(mode=mode))
 
     async def resume(self) -> None:
-        """Go on; nothing where it is not paused."""
+        """Go on, and hand on what was computed meanwhile; nothing where it is not paused."""
+        await self._messages.release()
         await self._tm.continue_generation(self._requests.ContinueGenerationReqInput(torch_empty_cache=False))
 
 

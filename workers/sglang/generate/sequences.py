@@ -66,9 +66,9 @@ class EngineGeneration:
         if self._tm.mm_processor is not None:
             check_expanded(self._tm.mm_processor, capabilities.longest_sequence)
         settings = running.settings
-        self.pausing = EnginePausing(tokenizer_manager, requests, settings)
         self.admission = PrefillAdmission(prefill_tokens(settings))
         self.messages = SchedulerMessages(tokenizer_manager, self.admission.forward_done)
+        self.pausing = EnginePausing(tokenizer_manager, requests, settings, self.messages)
         pinned = [name for name, adapter in adapters.items() if adapter.pinned]
         self.adapters = AdapterSlots(settings.get("max_loras_per_batch") or 1, pinned)
         self.capabilities = capabilities

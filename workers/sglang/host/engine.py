@@ -261,9 +261,9 @@ class SglangEngine:
     async def pause(self, mode: PauseMode, *, confirmed: bool = True) -> None:
         """Stop between two steps, as `Engine.pause` says. Raises EngineError, EngineDied."""
         await self._end.unless_over(pausing_of(self._generation).pause(mode))
+        self.weights.goes_on = not confirmed
         if confirmed:
-            # The schedulers answer in order: what they sent before has been read.
-            await self.weights.confirm()
+            await self.weights.confirm()  # the schedulers answer in order: what they sent before has been read
 
     async def resume(self) -> None:
         """Go on; nothing where it is not paused."""

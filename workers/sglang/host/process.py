@@ -20,7 +20,7 @@ from enginepool.workers.sglang.generate.mixed import room_in
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
-from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes
+from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.scheduler import (
@@ -197,6 +197,7 @@ def run_scheduler(
     answer_in_order(_class(modules.CHANNELS, "SchedulerIpcChannels"))
     open_session_for_tickets(_class(modules.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
     pass_tickets_of_refused_updates(_class(modules.MODEL_UPDATER, "WeightUpdater"), LOADER)
+    tell_that_it_went_on(_class(modules.MODEL_UPDATER, "WeightUpdater"))
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.patches.attention")  # it needs torch
         module: Any = importlib.import_module(attention)

@@ -9,6 +9,7 @@ from enginepool.workers.sglang.patches.modules import (
     MEDIA,
     MEDIA_CACHE,
     MODEL,
+    MODEL_UPDATER,
     PROCESSORS,
     REQUESTS,
     SCHEDULER,
@@ -100,6 +101,7 @@ OF_GENERATION: tuple[Private, ...] = (
         "patches/new_weights.py", SCHEDULER,
         ("Scheduler._add_request_to_queue", "replaced", "prefixes of other weights are not used", "self, req, is_retracted"),
         ("Scheduler._engine_paused", "read", "whether it has paused"),
+        ("Scheduler.continue_generation", "called", "the end of a pause, with a load", "self, recv_req"),
         ("Scheduler.waiting_queue grammar_manager", "replaced", "a flush while requests wait"),
     ),
     *_private(
@@ -112,6 +114,21 @@ OF_GENERATION: tuple[Private, ...] = (
         "patches/new_weights.py", BATCH,
         ("Req.extra_key", "replaced", "prefixes of other weights are not used"),
         ("Req.key_without_weights", "added", "the key that the request came with"),
+    ),
+    *_private(
+        "patches/new_weights.py", MODEL_UPDATER,
+        (
+            "WeightUpdater.update_weights_from_tensor", "replaced", "an answer says that the scheduler went on",
+            "self, named_tensors, load_format",
+        ),
+    ),
+    *_private(
+        "generate/new_tokens.py", TOKENIZER,
+        ("TokenizerManager._result_dispatcher", "replaced", "where tokens of new weights begin"),
+    ),
+    *_private(
+        "generate/new_tokens.py", REQUESTS,
+        ("UpdateWeightsFromTensorReqOutput.message", "read", "where tokens of new weights begin"),
     ),
     *_private("patches/pausing.py", REQUESTS, ("PauseGenerationReqInput.mode", "read", "how it pauses")),
     *_private(

@@ -7,6 +7,7 @@ KV yet, and all later ones, get another `extra_key` than those that run.
 A flush leaves what the encoder made of images, videos and audio, which SGLang keeps by their content alone.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from enginepool.workers.sglang.patches.scheduler import flush_caches, noted_scheduler
@@ -15,6 +16,10 @@ from enginepool.workers.sglang.patches.scheduler import flush_caches, noted_sche
 _kept_times = [0]
 #: what encoders made of media, in this process
 _media_caches: list[Any] = []
+#: what SGLang's answer to a ticket says where the scheduler went on with it
+WENT_ON = "new weights, and the scheduler goes on"
+#: whether it did, with the ticket at hand
+_went_on = [False]
 
 
 def note_media_cache(cache: Any) -> None:
@@ -47,6 +52,25 @@ def _set_key(request: Any) -> None:
         request.key_without_weights = request.extra_key
     if _kept_times[0]:
         request.extra_key = f"{request.key_without_weights or ''}|weights {_kept_times[0]}"
+
+
+def tell_that_it_went_on(model_updater: Any) -> None:
+    """Have the answer to a ticket say that the scheduler went on: what it sends after that was computed on the new weights.
+    `model_updater` is SGLang's class that calls loaders."""
+    update = model_updater.update_weights_from_tensor
+
+    def update_weights_from_tensor(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        _went_on[0] = False
+        success, message = update(self, named_tensors, load_format=load_format)
+        return success, WENT_ON if _went_on[0] else message
+
+    model_updater.update_weights_from_tensor = update_weights_from_tensor
+
+
+def go_on() -> None:
+    """Have the paused scheduler compute again, before the worker asks for it."""
+    noted_scheduler().continue_generation(SimpleNamespace(torch_empty_cache=False))
+    _went_on[0] = True
 
 
 def ready_for_new_weights(running: str) -> bool:

@@ -23,18 +23,13 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import Digest, make_ready
 from enginepool.transfer.shared_memory import visible_gpus
 from enginepool.workers.sglang.host.process import own_load
-from enginepool.workers.sglang.patches.new_weights import forget_old_weights, ready_for_new_weights
+from enginepool.workers.sglang.patches.new_weights import forget_old_weights, go_on, ready_for_new_weights
 from enginepool.workers.sglang.patches.scheduler import has_graphs
 from enginepool.workers.sglang.weights.adapters import AdapterLayers
 from enginepool.workers.sglang.weights.broadcast_receive import GroupMember, received
 from enginepool.workers.sglang.weights.completeness import incomplete_load
 from enginepool.workers.sglang.weights.lent_memory import LentMemory
-from enginepool.workers.sglang.weights.load_plan import (
-    LoadPlan,
-    addresses,
-    rebound,
-    refuse_rebinding,
-)
+from enginepool.workers.sglang.weights.load_plan import LoadPlan, addresses, rebound, refuse_rebinding
 from enginepool.workers.sglang.weights.load_watch import Unplannable, Unrepeatable
 from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
 from enginepool.workers.sglang.weights.prepared_load import PreparedLoad, manifest_of, open_regions, sealed
@@ -58,6 +53,8 @@ def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") ->
     try:
         with weights.adapters.away():
             answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
+        if ticket.get("goes_on"):
+            go_on()
     except Exception as error:
         answer = {"error": first_line(error), "touched": weights.touched, "kind": type(error).__name__}
     write_answer(f"{ticket['answer']}.{os.getpid()}" if ticket.get("several") else ticket["answer"], answer)

@@ -80,6 +80,8 @@ class SglangWeights:
         self.digest = ""
         #: the memory of the weights is released: no process may touch it
         self.asleep = False
+        #: a paused engine computes again as soon as it has loaded verified weights
+        self.goes_on = False
         #: why updates are slower than they could be, or ""
         self.plain = ""
         #: how often it was told to load
@@ -213,7 +215,9 @@ class SglangWeights:
 
     async def _exchange(self, tickets: list[dict[str, Any]], version: int, running: PauseMode | None) -> list[dict[str, Any]]:
         """The answers to tickets that change weights, for which the engine must be idle, or paused."""
-        tickets = [ticket | {"running": running} for ticket in tickets] if running else tickets
+        if running:
+            goes_on = {"goes_on": True} if self.goes_on and tickets[0]["do"] == "load" else {}
+            tickets = [ticket | {"running": running} | goes_on for ticket in tickets]
         loop = asyncio.get_running_loop()
         end, moment = loop.time() + IDLE_S, _MOMENT_S
         while True:
