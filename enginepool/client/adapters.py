@@ -132,15 +132,17 @@ def _packed(tensors: Any) -> bytes:
     if isinstance(tensors, bytes):
         return tensors
     if not isinstance(tensors, Mapping) or not tensors:
-        shown = kind(cast("object", tensors))
+        shown = "none" if isinstance(tensors, Mapping) else kind(cast("object", tensors))
         raise bad("tensors", f"tensors: {shown}; tensors by name, or the bytes of a safetensors file", "")
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     end = 0
     for name, tensor in cast("Mapping[str, Any]", tensors).items():
-        dtype = _DTYPES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
+        found = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+        dtype = _DTYPES.get(found)
         if dtype is None:
-            raise bad("tensors", f"tensors: {name!r:.80} is {kind(tensor)}; tensors of {', '.join(_DTYPES)}", "")
+            shown = f"{kind(tensor)} of {found}" if found else kind(tensor)
+            raise bad("tensors", f"tensors: {name!r:.80} is {shown}; tensors of {', '.join(_DTYPES)}", "")
         parts.append(_bytes_of(tensor))
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + len(parts[-1])]}
     text = json.dumps(header).encode()
@@ -151,5 +153,5 @@ def _packed(tensors: Any) -> bytes:
 def _bytes_of(tensor: Any) -> bytes:
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        tensor = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+        tensor = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(tensor).tobytes()

@@ -1,8 +1,8 @@
 """The calls of a `Pool` that give the workers of a group a command."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import get_args
+from typing import cast, get_args
 
 from enginepool.client.arguments import bad, check_choice, check_group, check_int, check_path, check_timeout, check_worker
 from enginepool.client.connection import Connection
@@ -216,8 +216,9 @@ class ControlCalls:
 
 
 def _memory(command: CommandName, group: str, tags: Sequence[MemoryTag], worker: str) -> Control:
-    chosen: list[MemoryTag] = [tag for tag in MEMORY_TAGS if tag in tags]
-    unknown = [tags] if isinstance(tags, str) else [tag for tag in tags if tag not in MEMORY_TAGS]
+    listed = isinstance(cast("object", tags), Iterable) and not isinstance(tags, str)
+    chosen: list[MemoryTag] = [tag for tag in MEMORY_TAGS if listed and tag in tags]
+    unknown = [tag for tag in tags if tag not in MEMORY_TAGS] if listed else [tags]
     if unknown or not chosen:
         known = ", ".join(MEMORY_TAGS)
         got = repr(unknown[0]) if unknown else "none"

@@ -18,8 +18,13 @@ Rewarder: TypeAlias = Callable[[Any, Generation], Awaitable[float]]
 
 
 def prompt_of(row: Any) -> Any:
-    """The prompt in what the caller gave: the row of a data set has it under `prompt`."""
-    return cast("Mapping[str, Any]", row)["prompt"] if isinstance(row, Mapping) else row
+    """The prompt in what the caller gave: the row of a data set has it under `prompt`. Raises BadRequest."""
+    if not isinstance(row, Mapping):
+        return row
+    named = cast("Mapping[str, Any]", row)
+    if "prompt" not in named:
+        raise bad("prompts", f"prompts: a row without `prompt`; it has {', '.join(map(str, named)) or 'nothing'}"[:300])
+    return named["prompt"]
 
 
 def rewarder(
@@ -90,6 +95,8 @@ def _called(reward: RewardFunction) -> Rewarder:
 
 def number(value: Any) -> float:
     """The reward that a function returned; also one element of numpy or torch. Raises BadRequest."""
-    if isinstance(value, int | float) or getattr(value, "size", None) == 1 or getattr(value, "numel", int)() == 1:
-        return float(cast("Any", value))
+    if isinstance(value, int | float):
+        return float(value)
+    if getattr(value, "size", None) == 1 or getattr(value, "numel", int)() == 1:
+        return float(value.item())
     raise bad("reward", f"reward: the function returned {kind(value)}; it must return a number")

@@ -244,12 +244,12 @@ class Rollout:
 
     async def _generate(self, draft: _Draft, numbers: list[int]) -> None:
         """Samples of these numbers. One that was interrupted is missing afterwards."""
-        prompt = prompt_of(draft.row)
         options: Any = {**self._options, **media_of(draft.row), "n": len(numbers), "credit": MAX_CREDIT}
         if options.get("sampling_seed") is not None:
             options["sampling_seed"] += draft.attempts * self._n
         draft.attempts += 1
         try:
+            prompt = prompt_of(draft.row)
             if options.pop("routed_experts", False):
                 del options["credit"]
                 whole = await self._pool.generate(prompt, routed_experts=True, **options)

@@ -1,8 +1,8 @@
 """`Pool.rollout`: the call, and its arguments."""
 
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Any, Final, Unpack, cast
 
 from enginepool.client.arguments import bad, check_int, check_options, kind
 from enginepool.client.generate import GenerateCalls
@@ -103,5 +103,8 @@ def _check(prompts: object, options: RolloutOptions) -> None:
             raise bad(name, f"{name}: not for a rollout: {why}")
     named = ("prompts", "n", "reward", "to_row", "tokenizer", "reward_options", "max_staleness", "max_in_flight")
     check_options("rollout", options, RolloutOptions, *named)
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable | AsyncIterable):
-        raise bad("prompts", f"prompts: {kind(prompts)}; an iterable of prompts")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable | AsyncIterable):
+        raise bad(
+            "prompts",
+            f"prompts: {kind(cast('object', prompts))}; an iterable of prompts, such as a list, or a data set of rows",
+        )

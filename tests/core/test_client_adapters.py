@@ -20,6 +20,7 @@ def test_tensors_of_torch_and_numpy_become_a_safetensors_file() -> None:
     read: dict[str, Any] = with_numpy.load(_packed(given))
     assert all((read[name] == array).all() and read[name].dtype == array.dtype for name, array in given.items())
     tensors = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.ones(3, 1, dtype=torch.bfloat16, requires_grad=True)}
+    tensors["c"] = torch.tensor(1.0)
     back: dict[str, Any] = with_torch.load(_packed(tensors))
     assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
     assert _packed(b"a file") == b"a file"

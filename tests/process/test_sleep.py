@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -78,6 +78,10 @@ def test_one_worker_sleeps_while_the_others_answer(play: Play) -> None:
             BadRequest, match="tags: expected a list of one or more of weights, kv_cache, cuda_graph, got 'disk'"
         ):
             await stage.pool.sleep(tags=["disk"])  # type: ignore[list-item]
+        wrong: Any
+        for wrong in ("weights", [], None, 3, [["weights"]]):
+            with pytest.raises(BadRequest, match="tags: expected a list of one or more of weights, kv_cache, cuda_graph, got"):
+                await stage.pool.wake(tags=wrong)
         code, out, err = await asyncio.to_thread(call, "sleep", "g/g-1", "--tag", "weights", "--connect", stage.daemon.address)
         assert (code, out, err) == (0, "g-1: asleep: weights\n", "")
         code, out, err = await asyncio.to_thread(call, "wake", "--connect", stage.daemon.address)

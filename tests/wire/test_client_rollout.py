@@ -200,6 +200,34 @@ def test_a_reward_that_is_cancelled_or_ends_its_program_is_an_error_of_its_group
     scene(coordinator, main)
 
 
+def test_a_reward_is_one_number_also_in_an_array(coordinator: RolloutCoordinator) -> None:
+    given: list[Any] = [2, True, np.float32(2), np.array([2.0]), np.array([[2]])]
+    wrong: list[Any] = [None, "2", [2.0], np.ones(2), np.ones(0)]
+
+    async def reward(row: Any, sample: Generation) -> Any:
+        return row["reward"]
+
+    async def main(pool: Pool) -> None:
+        rows = [{"prompt": [11], "reward": one} for one in [*given, *wrong]]
+        groups = await pool.rollout(rows, 1, reward=reward, max_new_tokens=2).result()
+        groups.sort(key=lambda group: group.index)
+        assert [float(group.rewards[0]) for group in groups[: len(given)]] == [2, 1, 2, 2, 2]
+        for group in groups[len(given) :]:
+            assert np.isnan(group.rewards[0]) and "must return a number" in str(group.errors[0])
+
+    scene(coordinator, main)
+
+
+def test_a_row_without_a_prompt_is_an_error_of_its_group(coordinator: RolloutCoordinator) -> None:
+    async def main(pool: Pool) -> None:
+        groups = await pool.rollout([{"question": "?", "answer": 1}, [11]], 1, reward=length, max_new_tokens=2).result()
+        first, second = sorted(groups, key=lambda group: group.index)
+        assert len(second.samples) == 1 and not first.samples
+        assert str(first.errors[0]) == "prompts: a row without `prompt`; it has question, answer"
+
+    scene(coordinator, main)
+
+
 def test_prompts_that_are_cancelled_end_the_rollout(coordinator: RolloutCoordinator) -> None:
     async def prompts() -> AsyncIterator[list[int]]:
         yield [11]
@@ -387,6 +415,7 @@ def test_a_rollout_without_await_rewards_in_threads(coordinator: RolloutCoordina
         ({"tokenizer": object()}, "tokenizer"),
         ({"prompts": "a text"}, "prompts"),
         ({"prompts": None}, "prompts"),
+        ({"prompts": {"train": [[1]]}}, "prompts"),
     ],
 )
 def test_an_argument_that_is_wrong_is_named_at_once(
