@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from enginepool.client.absent import no_attribute, not_made_so
+from enginepool.client.blocking_rollout import BlockingRollout
 from enginepool.client.blocking_session import BlockingSession
 from enginepool.client.facade import StreamingFacade, attribute, blocking, on_loop, streaming
 from enginepool.client.loop_thread import LoopThread
@@ -77,7 +78,7 @@ class BlockingPool(StreamingFacade):
     generate = blocking(Pool.generate)
     stream = streaming(Pool.stream)
     session = on_loop(Pool.session, BlockingSession)
-    rollout = streaming(Pool.rollout)
+    rollout = on_loop(Pool.rollout, BlockingRollout)
     logprobs = blocking(Pool.logprobs)
     flush = blocking(Pool.flush)
     sleep = blocking(Pool.sleep)

@@ -12,6 +12,7 @@ from typing import Any, Final, Self, TypeAlias, cast
 
 import numpy as np
 
+from enginepool.client.arguments import check_int
 from enginepool.client.generate import GenerateCalls
 from enginepool.client.generations import Generation, Generations
 from enginepool.client.media import media_of
@@ -29,6 +30,7 @@ from enginepool.errors import (
     RequestCancelled,
     TooLarge,
 )
+from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_CREDIT
 
 #: Errors of one request, which say nothing about the others.
@@ -160,6 +162,7 @@ class Rollout:
     async def take(self, count: int) -> list[RolloutGroup]:
         """The next `count` finished groups, such as those of one training step. There are fewer at the end, and before an
         error, which the next call raises. Other groups go on meanwhile."""
+        check_int("count", count, 0, MAX_ID)
         groups: list[RolloutGroup] = []
         while len(groups) < count:
             try:

@@ -5,7 +5,7 @@ from typing import Any, assert_type
 
 import pytest
 
-from enginepool import BlockingPool, BlockingSession, Generations, Pool, ScoreResult, Session, TokenChunk
+from enginepool import BlockingPool, BlockingSession, Generations, Pool, RolloutGroup, ScoreResult, Session, TokenChunk
 from enginepool.client.facade import BlockingIterator
 from enginepool.protocol.messages import StatusReport
 from enginepool.protocol.messages.weight_reports import UpdateRecord
@@ -45,8 +45,9 @@ def test_a_facade_opens_a_pool_with_the_arguments_of_the_async_class() -> None:
 
 
 def test_a_blocking_stream_has_the_arguments_and_the_docstring_of_the_async_one() -> None:
-    assert inspect.signature(BlockingPool.stream) == inspect.signature(Pool.stream)
-    assert inspect.getdoc(BlockingPool.stream) == inspect.getdoc(Pool.stream)
+    for name in ("stream", "rollout"):
+        found, expected = getattr(BlockingPool, name), getattr(Pool, name)
+        assert (inspect.signature(found), inspect.getdoc(found)) == (inspect.signature(expected), inspect.getdoc(expected))
 
 
 @pytest.mark.parametrize("name", ["stream", "branch", "replace", "close"])
@@ -61,6 +62,7 @@ def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
     assert_type(pool.score("query", ["item"], priority=3), ScoreResult)
     assert_type(pool.generate("prompt", n=2, temperature=0), Generations)
     assert_type(pool.stream("prompt", credit=3), BlockingIterator[TokenChunk, Generations])
+    assert_type(pool.rollout([[1]], 2, reward="judge", temperature=0).take(3), list[RolloutGroup])
     assert_type(pool.session(group="g"), BlockingSession)
     assert_type(pool.session().generate([1], temperature=0), Generations)
     assert_type(pool.session().stream([1]), BlockingIterator[TokenChunk, Generations])

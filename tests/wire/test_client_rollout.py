@@ -395,6 +395,10 @@ def test_a_rollout_without_await_rewards_in_threads(coordinator: RolloutCoordina
             return pool.score(row["prompt"], [sample.token_ids], label_token_ids=[1]).scores[0, 0]
 
         rows = [{"prompt": [11]}, {"prompt": [12]}]
+        with pool.rollout(itertools.cycle(rows), 1, reward=reward, max_new_tokens=2) as rollout:
+            assert [len(rollout.take(count)) for count in (2, 1, 0)] == [2, 1, 0]
+            with pytest.raises(errors.BadRequest, match="count: -1"):
+                rollout.take(-1)
         groups = list(pool.rollout(rows, 2, reward=reward, max_new_tokens=2))
         assert sorted(group.index for group in groups) == [0, 1]
         assert all(group.rewards.tolist() == [3, 3] and group.prompt is rows[group.index] for group in groups)
