@@ -60,14 +60,15 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
                 without an end: a prompt is taken from it when there is room.
             n: samples of each prompt.
             reward: the name of a group of this pool, whose first score is the reward; or a function of (prompt as it was given,
-                sample). A coroutine function runs on this loop, another one in a thread. It returns a number.
+                sample). A coroutine function runs on this loop, another one in a thread. It returns a number. The sample has no
+                `workers` and `adapters` yet.
             to_row: (prompt as it was given, sample) → (query, item), two texts or two rows of token ids, which the reward group
                 scores. Default: the token ids of both. No media.
             tokenizer: of the policy: the reward group scores the texts of both.
             reward_options: of `Pool.score`, such as {"label_token_ids": [9454]}.
             max_staleness: a sample whose first token was computed by weights more than so many versions older than the
                 committed ones, when its group is taken, is dropped and generated again. 0: by the newest weights alone.
-                Default: None, samples of any age.
+                Default: None, samples of any age. Versions of adapters do not count.
             max_in_flight: prompts that were taken from `prompts` and whose groups were not taken, at most.
             options: of `Pool.generate`. `logprobs` is True unless it is given. `timeout` is for all samples of a prompt.
 
