@@ -145,7 +145,7 @@ class Rollout:
                     raise self._failure
                 return None
             if self._max_staleness is not None and self._failure is None:
-                self._newest = max(self._newest, await self._committed())
+                await self._look()
             if not self._ready:  # it was cancelled meanwhile
                 continue
             draft = self._ready.popleft()
@@ -239,6 +239,8 @@ class Rollout:
     async def _finish(self, draft: _Draft) -> None:
         """Generate the samples that a group does not have yet, and wait for their rewards."""
         while missing := draft.missing(self._n):
+            if draft.attempts and self._max_staleness is not None:
+                await self._look()
             await self._generate(draft, missing)
             self._drop_stale(draft)
         await asyncio.gather(*draft.rewards.values())
@@ -304,6 +306,12 @@ class Rollout:
         return np.nan
 
     # --- the age of samples ----------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Ask for the committed weights. A new run begins versions again, and none of its samples is as new as those before."""
+        known = self._newest
+        committed = await self._committed()
+        self._newest = committed if committed < known else max(self._newest, committed)
 
     def _is_stale(self, sample: Generation) -> bool:
         return bool(sample.spans) and self._is_old(sample.spans[0][0])

@@ -312,6 +312,22 @@ def test_samples_of_old_weights_are_dropped_and_generated_again(coordinator: Rol
     assert seeds == [5, 5, 7, 5], "not the same samples again"
 
 
+@pytest.mark.parametrize("begins", [0, 1])
+def test_samples_of_a_new_run_are_not_too_old(coordinator: RolloutCoordinator, begins: int) -> None:
+    coordinator.groups = [GroupStatus("g", version=3)]
+    coordinator.held, coordinator.begins = {12}, begins
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11], [12]], 2, reward=length, max_staleness=0, max_new_tokens=4)
+        await taken(rollout, 1)
+        coordinator.groups[0].version = coordinator.version = 1
+        coordinator.let_go(12)
+        [group] = await taken(rollout, 1)
+        assert {sample.spans[-1][0] for sample in group.samples} == {1}
+
+    scene(coordinator, main)
+
+
 def test_a_stream_whose_samples_are_all_too_old_is_left(coordinator: RolloutCoordinator) -> None:
     coordinator.groups = [GroupStatus("g", version=3)]
     coordinator.held, coordinator.begins = {11}, 2
