@@ -99,7 +99,9 @@ def _nested() -> WireError:
 def _invalid(text: str) -> WireError:
     at = _AT.search(text)
     field = at.group(1) if at else ""
-    what = text[: at.start()] if at else text
+    # It may repeat what a peer sent.
+    said = brief(text[: at.start()] if at else text)
+    what = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in said)
     missing = _MISSING.search(what)
     if missing:
         field = f"{field}.{missing.group(1)}" if field else missing.group(1)

@@ -1,5 +1,7 @@
 """Headers stay under the limit of frame 0, for all labels, rows and errors of a batch."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,17 @@ from hypothesis import strategies as st
 from enginepool.coordinator.scheduling.batch_limits import header_bytes
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
-from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_LABELS, Batch, Capabilities, Done, FrameSpec, PartDone, Ping
+from enginepool.protocol.messages import (
+    MAX_HEADER_BYTES,
+    MAX_LABELS,
+    Batch,
+    Capabilities,
+    Done,
+    FrameSpec,
+    FromClient,
+    PartDone,
+    Ping,
+)
 from tests.core.machines import Pool, results, work
 
 LARGE = Capabilities("causal", 100_000, 4096, 100_000, 20_000, 200_000, 40_000)
@@ -63,3 +75,21 @@ def test_errors_of_very_many_parts_fit_a_header(message: str) -> None:
     assert len(header) <= MAX_HEADER_BYTES
     parts = msgspec.msgpack.decode(header, type=Done).parts
     assert [part.code for part in parts] == ["engine_error"] * 6000
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ["a\nforged line", "\r\x1b[31m", "\N{RIGHT-TO-LEFT OVERRIDE}x", "y" * 1_000_000],
+    ids=["line", "escape", "order", "long"],
+)
+def test_an_error_that_repeats_what_a_peer_sent_is_one_line_that_can_be_printed(sent: str) -> None:
+    headers: list[tuple[dict[str, Any], str]] = [
+        ({"type": sent}, "type"),
+        ({"type": "control", "id": 1, "command": sent}, "command"),
+        ({"type": "generate", "id": 1, "frames": [], "sampling": {sent: 1}}, "sampling"),
+    ]
+    for header, field in headers:
+        with pytest.raises(WireError) as caught:
+            decode_header(msgspec.msgpack.Decoder(FromClient), msgspec.msgpack.encode(header))
+        assert caught.value.message.isprintable() and len(caught.value.message) < 1000, caught.value.message
+        assert caught.value.field == field
