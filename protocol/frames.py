@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
+from enginepool.protocol.choices import choices
 from enginepool.protocol.errors import WireError, brief
 from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, GenerationProgress, Message, Tokens
 from enginepool.protocol.nesting import TooManyValues, deeper
@@ -78,7 +79,7 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values
         # A key that is unknown is looked at here only: it may still be no UTF-8.
         nested = deeper(frame, MAX_NESTING, values)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), decoder.type, frame) from None
     except RecursionError:
         raise _nested() from None
     except TooManyValues:
@@ -96,7 +97,7 @@ def _nested() -> WireError:
     return WireError("malformed", text, field="frame 0", limit=str(MAX_NESTING))
 
 
-def _invalid(text: str) -> WireError:
+def _invalid(text: str, union: Any, frame: Buffer) -> WireError:
     at = _AT.search(text)
     field = at.group(1) if at else ""
     # It may repeat what a peer sent.
@@ -113,6 +114,8 @@ def _invalid(text: str) -> WireError:
         return WireError("bad_request", f"{field}: expected at most {most} entries, got more", field=field, limit=most)
     if not field:
         return WireError("malformed", f"frame 0 is no message: {what}", field="frame 0")
+    if what.startswith("Invalid enum value") and (allowed := ", ".join(choices(union, frame, field))):
+        return WireError("bad_request", f"{field}: {what}; one of {allowed}", field=field, limit=allowed)
     return WireError("bad_request", f"{field}: {what}", field=field)
 
 

@@ -1,6 +1,6 @@
 """Headers stay under the limit of frame 0, for all labels, rows and errors of a batch."""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,11 +16,14 @@ from enginepool.protocol.messages import (
     Batch,
     Capabilities,
     Done,
+    Dtype,
+    Ended,
     FrameSpec,
     FromClient,
     PartDone,
     Ping,
 )
+from enginepool.protocol.messages.control import CommandName, MemoryTag
 from tests.core.machines import Pool, results, work
 
 LARGE = Capabilities("causal", 100_000, 4096, 100_000, 20_000, 200_000, 40_000)
@@ -93,3 +96,23 @@ def test_an_error_that_repeats_what_a_peer_sent_is_one_line_that_can_be_printed(
             decode_header(msgspec.msgpack.Decoder(FromClient), msgspec.msgpack.encode(header))
         assert caught.value.message.isprintable() and len(caught.value.message) < 1000, caught.value.message
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "allowed"),
+    [
+        ({"type": "control", "id": 1, "command": "x"}, "command", get_args(CommandName)),
+        ({"type": "control", "id": 1, "command": "sleep", "tags": ["weights", "x"]}, "tags[1]", get_args(MemoryTag)),
+        ({"type": "publish", "id": 1, "version": 1, "in_flight": "x"}, "in_flight", ("drain", "abort", "in_place", "retract")),
+        ({"type": "decode", "id": 1, "frames": [["items", "x", [1]]]}, "frames[0][1]", get_args(Dtype)),
+        ({"type": "generate", "id": 1, "frames": [], "ended": [[0, "x"]]}, "ended[0][1]", get_args(Ended)),
+    ],
+)
+def test_an_error_about_one_of_a_few_values_says_which_are_allowed(
+    header: dict[str, Any], field: str, allowed: tuple[str, ...]
+) -> None:
+    with pytest.raises(WireError) as caught:
+        decode_header(msgspec.msgpack.Decoder(FromClient), msgspec.msgpack.encode(header))
+    assert (caught.value.code, caught.value.field) == ("bad_request", field)
+    assert caught.value.message == f"{field}: Invalid enum value 'x'; one of {caught.value.limit}"
+    assert set(caught.value.limit.split(", ")) == set(allowed)
