@@ -11,6 +11,8 @@ from enginepool.protocol.frames import Buffer
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 #: UTF-8 bytes of the text in CONFIG_FILE
 MAX_ADAPTER_CONFIG = 65_536
+#: versions of adapters that a worker has loaded at once; each is looked at when it says so
+MAX_LOADED = 4096
 #: what a worker that takes adapters while it runs has among its `features`
 LOADS_ADAPTERS = "load_adapters"
 

@@ -7,9 +7,10 @@ from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.adapter_events import AdapterAsked, AdapterStored
 from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.messages import Ready
 from enginepool.protocol.messages.adapters import AdapterChanged, AdapterReport, LoadAdapter
 from tests.core.machines import Sent, failures
-from tests.core.test_adapters import DIGEST, TENSORS, AdapterPool, asked, changes, pool_of, reports
+from tests.core.test_adapters import DIGEST, LOADING, TENSORS, AdapterPool, asked, changes, pool_of, reports
 
 OTHER = "0" * 32
 
@@ -113,3 +114,9 @@ def test_tensors_of_another_digest_are_a_bad_request_and_its_line_in_the_log_has
     assert pool.machine.core.live_bytes == 0
     pool.commit(client, id=10)
     assert [kind for text, kind in zip(pool.logged, pool.kinds, strict=True) if text.startswith("adapter ")] == ["update"] * 2
+
+
+def test_a_worker_that_says_it_has_loaded_more_than_engines_hold_is_broken() -> None:
+    for count, kind in ((4096, ev.WorkerSaid), (4097, ev.WorkerBroken)):
+        event = worker_event(0, b"w", [msgspec.msgpack.encode(Ready(LOADING, adapters=[f"f@{i}" for i in range(count)]))])
+        assert type(event) is kind

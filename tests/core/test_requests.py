@@ -359,6 +359,7 @@ def test_an_unknown_group_is_named_with_the_known_ones() -> None:
     assert (failure.code, failure.field, failure.limit) == ("unknown_group", "group", "policy, reward")
     assert codes(pool.submit(client, 2, work())) == ["unknown_group"], "with two groups a request names one"
     assert codes(pool.submit(client, 3, work(group="reward"))) == []
+    assert len(failures(pool.submit(client, 4, work(group="x" * 1_000_000)))[4].message) < 200
 
 
 CLASSIFIER = Capabilities("classifier", 1000, 100, 100, 8, 200, 16, labels=2)

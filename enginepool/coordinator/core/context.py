@@ -205,7 +205,7 @@ class Context:
     def no_group(self, name: str) -> str:
         """Why `name` means no group."""
         names = ", ".join(self.groups)
-        return f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
+        return f"group: {name[:80]!r} is none of: {names}" if name else f"group: name one of: {names}"
 
     def make_room(self, nbytes: int, outboxes: int) -> bool:
         """Whether so many more bytes fit below `limits.buffer_bytes`. Kept answers make room for them."""

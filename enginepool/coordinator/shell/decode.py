@@ -19,7 +19,7 @@ from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.coordinator.weights.adapter_checks import open_load
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
-from enginepool.protocol.adapters import check_adapter_name, is_adapter_digest
+from enginepool.protocol.adapters import MAX_LOADED, check_adapter_name, is_adapter_digest
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
 from enginepool.protocol.generated import (
@@ -301,6 +301,8 @@ def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[
 def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> ev.Event:
     if not all(0 <= number <= m.MAX_ID for number in ready.committed):
         raise WireError("malformed", f"committed: {list(ready.committed)} is outside 0..{m.MAX_ID}", field="committed")
+    if (count := len(ready.adapters)) > MAX_LOADED:
+        raise WireError("malformed", f"adapters: {count} are loaded; at most {MAX_LOADED}", field="adapters")
     return ev.WorkerSaid(now, link, ready)
 
 

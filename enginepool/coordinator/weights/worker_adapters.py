@@ -59,8 +59,8 @@ class AdapterWorkers:
         mine = worker.adapters
         if (mine.loaded == wanted.keys() and not mine.missing) or mine.task is not None or not _can(worker):
             return
-        for name in sorted(mine.loaded - wanted.keys() - _used(worker)):
-            self._give(worker, name)
+        if others := mine.loaded - wanted.keys() - _used(worker):
+            self._give(worker, min(others))
             return
         for name, adapter in wanted.items():
             committed = worker.group.adapters.committed.get(adapter.name) is adapter
