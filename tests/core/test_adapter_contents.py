@@ -6,8 +6,11 @@ import pytest
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.adapter_events import AdapterAsked, AdapterStored
+from enginepool.coordinator.core.group_weights import AdapterVersion
 from enginepool.coordinator.shell.decode import worker_event
-from enginepool.protocol.messages import Ready
+from enginepool.protocol.capabilities import MAX_ADAPTERS
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import MAX_HEADER_BYTES, Ready, StatusReport
 from enginepool.protocol.messages.adapters import AdapterChanged, AdapterReport, LoadAdapter
 from tests.core.machines import Sent, failures
 from tests.core.test_adapters import DIGEST, LOADING, TENSORS, AdapterPool, asked, changes, pool_of, reports
@@ -120,3 +123,14 @@ def test_a_worker_that_says_it_has_loaded_more_than_engines_hold_is_broken() -> 
     for count, kind in ((4096, ev.WorkerSaid), (4097, ev.WorkerBroken)):
         event = worker_event(0, b"w", [msgspec.msgpack.encode(Ready(LOADING, adapters=[f"f@{i}" for i in range(count)]))])
         assert type(event) is kind
+
+
+def test_a_status_report_with_as_many_adapters_as_there_may_be_is_one_that_clients_read() -> None:
+    pool, client = pool_of("a")
+    group = pool.machine.core.groups["g"]
+    path = "/a" + "/" * 4000 + "f"
+    group.adapters.committed = {f"f{i}": AdapterVersion(f"f{i}", 1, DIGEST, path) for i in range(MAX_ADAPTERS - 1)}
+    pool.check_every = 1000
+    [report] = [one.message for one in pool.do(ev.StatusAsked(0, client, 1)) if isinstance(one.message, StatusReport)]
+    assert len(report.groups[0].adapters) == MAX_ADAPTERS - 1
+    assert len(encode_header(report)) < MAX_HEADER_BYTES // 16, "a pool may have many groups"

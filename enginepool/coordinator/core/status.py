@@ -15,6 +15,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.limits import limits_of
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
+from enginepool.protocol.errors import brief
 from enginepool.protocol.messages import AdapterStatus, ClientStatus, GroupStatus, StatusReport, WorkerStatus
 
 #: states of workers that get no work before they have what is committed
@@ -84,7 +85,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         paused=group.holds.paused,
         workers=own + external + _lost(core, group),
         adapters=[
-            AdapterStatus(one.name, one.version, one.digest, "" if one.nbytes else one.path, one.nbytes)
+            AdapterStatus(one.name, one.version, one.digest, "" if one.nbytes else brief(one.path), one.nbytes)
             for one in sorted(group.adapters.committed.values(), key=lambda one: one.name)
         ],
         limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
