@@ -1,5 +1,6 @@
 """The journal holds the old record or the new one, also when a write fails or is cut off, and says so when it holds neither."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -13,9 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from enginepool.coordinator.core.effects import KeepHolds
+from enginepool.coordinator.core.events import Event, HoldsKept
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.shell import journal as under_test
 from enginepool.coordinator.shell.journal import BLOCK, ROOM, Journal, Record, prepare_state_dir
+from enginepool.coordinator.shell.journal_writer import JournalWriter
 from enginepool.errors import ConfigError
 
 CALLS = ("open", "pwrite", "fsync", "fdatasync", "replace", "close")
@@ -465,3 +470,27 @@ def test_after_a_check_one_more_update_needs_no_new_file(disk: Disk) -> None:
     journal.write(record(2, ROOM - 500))
     assert disk.calls[before:] == ["pwrite", "fdatasync"]
     journal.close()
+
+
+def test_what_is_paused_and_sleeps_is_written_as_soon_as_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that sleep would be woken by the next coordinator, on the GPU of a trainer."""
+    lines: list[str] = []
+    holds = GroupHolds(paused=True)
+
+    def full(self: Journal, record: Record, room: int = 0) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "journal.json")
+
+    async def story() -> None:
+        journal, seen = Journal(tmp_path), asyncio.Queue[Event]()
+        writer = JournalWriter(asyncio.get_running_loop(), journal, seen.put_nowait, lines.append, lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "write", full)
+            writer.perform(KeepHolds(3, "g", holds))
+            assert isinstance(await seen.get(), HoldsKept)
+        writer.look()
+        writer.close()
+        journal.close()
+
+    asyncio.run(story())
+    assert lines == ["the journal could not be written: journal.json: No space left on device"]
+    assert held(tmp_path).holds == {"g": holds}

@@ -10,6 +10,7 @@ import msgspec
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.adapter_events import AdapterStored, AdaptersWritten
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.shell.adapter_store import AdapterStore
 from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.update_history import UpdateHistory
@@ -52,6 +53,8 @@ class JournalWriter:
         #: the latest updates by group, as they are to be written; whether that is about to happen
         self._updates: dict[str, msgspec.Raw] = {}
         self._history_waits = False
+        #: what publishers have stopped, by group, that could not be written so far: of the thread
+        self._holds: dict[str, GroupHolds] = {}
 
     def read_history(self, groups: Collection[str]) -> dict[str, list[UpdateRecord]]:
         """The latest updates of these groups. A history that cannot be read is an empty one, and the log says so."""
@@ -112,13 +115,20 @@ class JournalWriter:
         self._submit(JOURNAL, write, written)
 
     def _keep_holds(self, effect: ef.KeepHolds) -> None:
-        """`HoldsKept` follows, also if they could not be written: the log says so."""
+        """`HoldsKept` follows, also if they could not be written: the log says so, and `look` tries again."""
 
         def write() -> None:
-            record = self._journal.record
-            self._journal.write(msgspec.structs.replace(record, holds={**record.holds, effect.group: effect.holds}))
+            self._holds[effect.group] = effect.holds
+            self._write_holds()
 
         self._submit(JOURNAL, write, lambda _: self._tell(ev.HoldsKept(monotonic(), effect.number)))
+
+    def _write_holds(self) -> None:
+        """In the thread."""
+        if self._holds:
+            record = self._journal.record
+            self._journal.write(msgspec.structs.replace(record, holds={**record.holds, **self._holds}))
+            self._holds.clear()
 
     def _change_adapters(self, effect: ef.StoreAdapter | ef.WriteAdapters | ef.DropStored) -> None:
         """`AdapterStored` follows, or `AdaptersWritten`, or nothing."""
@@ -168,8 +178,14 @@ class JournalWriter:
         self._submit(JOURNAL, write, then)
 
     def look(self) -> None:
-        """From now on: write the journal again where its path, or the state directory, was removed or renamed."""
-        self._submit(JOURNAL, self._journal.keep, self._look_later)
+        """From now on: write the journal again where its path, or the state directory, was removed or renamed, and what could
+        not be written."""
+
+        def keep() -> None:
+            self._journal.keep()
+            self._write_holds()
+
+        self._submit(JOURNAL, keep, self._look_later)
 
     def _look_later(self, _: str) -> None:
         self._timer = self._loop.call_later(LOOK_S, self.look)
