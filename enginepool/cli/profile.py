@@ -1,6 +1,7 @@
 """`enginepool profile`: engines record what they compute for a while."""
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,8 @@ def profile(
     """Let engines trace what they compute, with SGLang's profiler.
 
     Needs the role admin, and profile_root of the group: each worker writes into a folder under it, on its host. A line for
-    each worker says which one, or why it failed. Exit code 1 if one did. Ctrl-C ends it at once; the traces are written.
+    each worker says which one, or why it failed. Exit code 1 if one did. Ctrl-C ends it at once; the traces are
+    written, and the lines shown.
 
     \b
     Examples:
@@ -38,10 +40,10 @@ def profile(
         failed = {row.name: row for row in started.workers if row.code}
         if len(failed) == len(started.workers):
             return started
-        try:
+        typer.echo(f"engines record for {seconds:g} s; Ctrl-C ends it at once", err=True)
+        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: what is recorded so far is written, and shown
             await asyncio.sleep(seconds)
-        finally:
-            ended = await pool.stop_profile(group, worker=worker)
+        ended = await pool.stop_profile(group, worker=worker)
         ended.workers = [failed.get(row.name, row) for row in ended.workers]
         return ended
 

@@ -10,7 +10,7 @@ import pytest
 
 from enginepool import Pool, errors
 from enginepool.protocol.messages.control import ControlReport
-from tests.process.commands import call
+from tests.process.commands import call, end, start
 from tests.process.daemons import sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
@@ -49,6 +49,12 @@ def test_profiles_survive_the_coordinator_and_end_with_their_worker(processes: P
             code, out, _ = await asyncio.to_thread(call, "profile", "g/g-1", "--seconds", 0.1, "--connect", daemon.address)
             assert code == 0 and out.startswith(f"g-1: {tmp_path}/profiles/g/")
             assert os.listdir(out.split()[1]) == ["sim.trace.json"]
+            command = start(processes, "profile", "g/g-1", "--seconds", 300, "--connect", daemon.address)
+            assert command.stderr is not None
+            assert "engines record for 300 s" in await asyncio.to_thread(command.stderr.readline)
+            command.send_signal(signal.SIGINT)
+            code, out, err = await asyncio.to_thread(end, command)
+            assert (code, err) == (0, "") and os.listdir(out.split()[1]) == ["sim.trace.json"], "one is ended by Ctrl-C"
             assert await asyncio.to_thread(again.end) == 0
 
     asyncio.run(main())
