@@ -224,7 +224,9 @@ def test_a_worker_that_ends_while_it_sleeps_is_started_again_when_it_is_woken() 
         pool.do(*(ev.WorkerHeard(0, link) for link in pool.machine.core.worker_links))
         pool.wait(1.0)
     assert len(pool.started) == started, "its GPU is in use by what put it to sleep"
-    obey(pool, say(pool, "wake", id=3))
+    [woken] = of_type(obey(pool, say(pool, "wake", id=3)), ControlReport)
+    messages = {row.name: row.message for row in woken.workers}
+    assert messages["g-0"] == "not ready: backoff; it takes its memory back once it is", "nothing else has to be done"
     pool.wait(1.0)
     assert [start.index for start in pool.started[started:]] == [0]
 

@@ -165,6 +165,8 @@ class Commands:
             row = WorkerOutcome(name, message="no process runs; it is started when it is woken")
         elif asked.command == "sleep":
             row.message += "; it sleeps once it is"
+        elif asked.command == "wake":
+            row.message += "; it takes its memory back once it is"
         elif (asked.command == "pause" and not (works or may_work)) or (asked.command == "resume" and not works):
             row.code = ""  # that is true of it already, or will be
         self._report.workers.append(row)
