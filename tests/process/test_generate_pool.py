@@ -11,7 +11,8 @@ from enginepool import Pool
 from enginepool.protocol.messages import Sampling
 from enginepool.workers.sim.tokens import END_EVERY, expected_output
 from tests.process.commands import call, records
-from tests.process.daemons import PATIENCE_S, Daemon
+from tests.process.daemons import PATIENCE_S
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, prompt
 
@@ -51,7 +52,7 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
             await all_begun.wait()
             assert not ended, "all of them are in the middle"
             daemon.kill()
-            again = Daemon(processes, daemon.config)
+            again = ForkedDaemon(processes, daemon.config)
             await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
         assert await asyncio.to_thread(again.end) == 0
 
@@ -69,7 +70,7 @@ def test_a_partial_rollout_that_a_killed_coordinator_interrupts_is_handed_in_aga
             stream = pool.stream(prompt(1), partial=True, logprobs=True, **GREEDY)
             assert await stream.next_chunk() is not None
             daemon.kill()
-            again = Daemon(processes, daemon.config)
+            again = ForkedDaemon(processes, daemon.config)
             partial = await stream.result()
             [[one]] = partial
             assert one.finish_reason == "interrupted" and one.token_ids.tolist() == wanted[: len(one.token_ids)]

@@ -12,7 +12,8 @@ from enginepool.protocol.messages import Sampling
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.tokens import END_EVERY, expected_output, prompt_logprobs
 from tests.process.commands import call, records
-from tests.process.daemons import PATIENCE_S, Daemon
+from tests.process.daemons import PATIENCE_S
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, prompt
 
@@ -101,7 +102,7 @@ def test_streams_have_them_also_when_the_coordinator_is_killed(processes: Proces
             readers = [asyncio.create_task(read(pool, i)) for i in range(20)]
             await enough.wait()
             daemon.kill()
-            again = Daemon(processes, daemon.config)
+            again = ForkedDaemon(processes, daemon.config)
             await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
         assert await asyncio.to_thread(again.end) == 0
 

@@ -10,7 +10,8 @@ import numpy as np
 from enginepool import LogprobsResult, Pool
 from enginepool.workers.sim.logprobs import expected_logprobs
 from tests.process.commands import call, records
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 
 OPTIONS: dict[str, Any] = {"forward_s": 0.02, "batch_rows": 4, "faults": []}
@@ -36,7 +37,7 @@ def check(
 
 def test_logprobs_are_those_of_scores_and_survive_a_worker_s_death(processes: Processes, tmp_path: Path) -> None:
     crash = {"kind": "crash", "at_batch": 3}
-    daemon = Daemon(processes, sim_pool(tmp_path, options={**OPTIONS, "faults": [crash]}))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={**OPTIONS, "faults": [crash]}))
 
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -60,7 +61,7 @@ def test_logprobs_are_those_of_scores_and_survive_a_worker_s_death(processes: Pr
 
 
 def test_the_command_gives_logprobs_of_a_file_and_continues_it(processes: Processes, tmp_path: Path) -> None:
-    daemon = Daemon(processes, sim_pool(tmp_path, options=OPTIONS))
+    daemon = ForkedDaemon(processes, sim_pool(tmp_path, options=OPTIONS))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines: list[dict[str, Any]] = [{"prompts": PROMPTS, "responses": RESPONSES, "id": "a"}]
     lines += [{"prompts": [1, 2], "responses": [[3], [4, 5]], "label_token_ids": LABELS}]

@@ -11,7 +11,8 @@ from enginepool.protocol.messages import Sampling
 from enginepool.protocol.prefix_blocks import BLOCK as KV_BLOCK
 from enginepool.workers.sim.prefix_cache import BLOCK
 from enginepool.workers.sim.tokens import expected_output
-from tests.process.daemons import PATIENCE_S, Daemon
+from tests.process.daemons import PATIENCE_S
+from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, run
 
@@ -104,7 +105,7 @@ def test_sessions_go_on_when_the_coordinator_is_killed_and_started_again(process
             for stream in streams:
                 assert await stream.next_chunk() is not None
             daemon.kill()
-            again = Daemon(processes, daemon.config)
+            again = ForkedDaemon(processes, daemon.config)
             for session, stream in zip(sessions, streams, strict=True):
                 [[whole]] = await stream.result()
                 check(session, 1, whole.token_ids.tolist())
