@@ -1,4 +1,4 @@
-"""What must hold when deadlines were checked, whatever the coordinator looked at."""
+"""What must hold when deadlines were checked, also where the coordinator looked at nothing."""
 
 from enginepool.coordinator.core.machine import Machine
 
