@@ -24,12 +24,13 @@ VOCAB = 300
 
 
 class Weights(NamedTuple):
-    """Weights of a group: their version, the number of their content, and their digest."""
+    """Weights of a group: their version, the number of their content, their digest, and the run that counts their version."""
 
     version: int
     content: int
     committed: bool
     digest: str = ""
+    run: int = 0
 
 
 class Known(NamedTuple):

@@ -234,7 +234,7 @@ class Oracle:
         if run == self.runs.get(group, 0) and version == before.version and before.digest:
             assert digest == before.digest, f"{told}: one name for two sets of weights"
         self.runs[group] = run
-        self.weights[group].append(Weights(version, content, True, digest))
+        self.weights[group].append(Weights(version, content, True, digest, run))
 
     def floor(self, group: str) -> int:
         """The number of the latest commit."""

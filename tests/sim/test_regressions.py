@@ -61,6 +61,12 @@ GENERATIONS = [
     (1644, 5, ("updates", "sleeping"), "the simulator expected no report to a command that came again after its refusal"),
     (204057, 4, ("updates", "sleeping"), "the simulator expected that a dead engine had taken what its worker then cancelled"),
     (1850, 3, ("sleeping",), "the simulator expected that no command comes again after the group has gone on"),
+    (
+        1234,
+        3,
+        ("updates", "sleeping", "adapting"),
+        "the simulator did not see that versions began again, where a new run named the same weights by the same version",
+    ),
 ]
 
 #: in rarer surroundings; seed, workers, flags
