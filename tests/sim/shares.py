@@ -44,13 +44,16 @@ class Shares:
         #: by client: that weight when it was served last, and the part that was its
         self._served: dict[tuple[Level, Client], tuple[float, float]] = {}
 
-    def after(self, group: Group, batches: Sequence[RunningBatch], tasks: Sequence[RunningBatch]) -> None:
-        """These batches of rows and these tasks that generate were sent."""
+    def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
+        """These batches of rows and these tasks that generate were sent, in this order."""
         mixed = group.plain and group.packed
         before = self._waits.get(group.name)
         waits = [wait for wait in before if _waits(wait.request)] if before and not mixed else []
         for batch in batches:
             opener = batch.slices[0][0]
+            if opener.generation is not None:
+                waits = self._serve((group.name, opener.priority), opener.client, batch.cost, waits)
+                continue
             for wait in waits:
                 request = wait.request
                 if batch.trial or request.client is opener.client or request.priority != opener.priority:
@@ -72,9 +75,6 @@ class Shares:
                     # the looser count finds more: a client counts as light although short rows brought it into debt.
                     weight = max(weight, rows * row_share(can))
                 waits = self._serve(level, request.client, weight, waits)
-        for task in tasks:
-            request = task.slices[0][0]
-            waits = self._serve((group.name, request.priority), request.client, task.cost, waits)
         self._waits[group.name] = waits + self._new(group)
 
     def _serve(self, level: Level, client: Client, weight: float, waits: list[Wait]) -> list[Wait]:

@@ -70,8 +70,8 @@ class Watch:
         self._turns += 1
         due = self._turns % self._check_every == 0
         core = self.machine.core
+        #: batches of rows and tasks that generate
         new: list[RunningBatch] = []
-        tasks: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
         #: came back in this turn, perhaps to make room after others had their turn
         back: set[Request] = set()
@@ -92,8 +92,8 @@ class Watch:
                 assert header <= core.header_bytes + 150 or len(message.parts) == 1, f"a header of {header} bytes"
                 new.append(core.worker_links[effect.link].batches[message.batch])
             elif type(message) is m.StartGeneration and message.task in core.worker_links[effect.link].batches:
-                tasks.append(core.worker_links[effect.link].batches[message.task])
-                self._generations[message.task] = tasks[-1].slices[0][0]
+                new.append(core.worker_links[effect.link].batches[message.task])
+                self._generations[message.task] = new[-1].slices[0][0]
             elif type(message) is m.StopGeneration:
                 stopped = [(message.epoch, counter) for counter in message.tasks]
                 back.update(self._generations.pop(task) for task in stopped if task in self._generations)
@@ -103,11 +103,9 @@ class Watch:
             self._trial(group)
             mine = [batch for batch in new if batch.worker.group is group] if new else new
             if self.fair:
-                self._shares.after(group, mine, [task for task in tasks if task.worker.group is group])
-            if (new or tasks) and not group.on_hold:
-                started = [task for task in tasks if task.worker.group is group]
-                if mine or started:
-                    self._in_order(group, mine + started, back)
+                self._shares.after(group, mine)
+            if mine and not group.on_hold:
+                self._in_order(group, mine, back)
             if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
@@ -119,7 +117,7 @@ class Watch:
                 self._members(group, update)
             held = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
             assert group.on_hold == held, group.name
-        for batch in new + tasks:
+        for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
             assert update is None or not update.loading, f"{batch} was sent during a hand-over"
