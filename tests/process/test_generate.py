@@ -74,6 +74,10 @@ class Streams:
         async with self._more:
             await self._more.wait_for(lambda: sum(map(len, self.taken.values())) >= tokens)
 
+    def left(self) -> list[asyncio.Task[Generations]]:
+        """Those that have not ended."""
+        return [task for task in self.tasks if not task.done()]
+
     async def check(self, digests: dict[int, str] | None = None) -> list[Generations]:
         """Every stream has the tokens of an undisturbed run, by the weights that its spans name.
 
