@@ -150,6 +150,25 @@ def test_a_client_has_one_turn_where_its_requests_have_several_signatures() -> N
     assert answered_after(pool, light) == 2, "after one batch of the other client, not one of each signature"
 
 
+def test_a_new_client_has_no_credit_in_a_signature_in_which_a_busy_one_had_no_turn_yet() -> None:
+    can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)
+    pool = Pool()
+    busy, light, later = pool.client(), pool.client(), pool.client()
+    for number in range(20):
+        pool.submit(busy, number, work(8, labels=()))
+    pool.submit(busy, 20, work(8, labels=(), hidden=True))
+    pool.worker(can=can)
+    for _ in range(6):
+        pool.finish(pool.batches[0])
+    pool.submit(light, 1, work(8, labels=()))
+    for number in range(4):
+        pool.submit(later, number, work(8, labels=(), hidden=True))
+    for _ in range(8):
+        pool.finish(pool.batches[0])
+    order = [one.link for one in pool.sent if isinstance(one.message, Result) and one.link != busy]
+    assert order.index(light) <= 1, "after one batch of the other client at most"
+
+
 @pytest.mark.parametrize("finished", range(4))
 def test_a_cancelled_request_costs_its_client_no_turn_in_another_signature(finished: int) -> None:
     can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)

@@ -80,6 +80,7 @@ OTHERS = [
     ),
     (207004, 7, ("updates", "sleeping", "generating"), "a worker that refused to sleep during a restore was not told again"),
     (11670, 7, ("updates", "sleeping"), "a worker that slept right after its restore was asked for another one meanwhile"),
+    (11215, 8, ("sleeping",), "a new client had credit in a signature whose only client had its turns in another one"),
     (3255, 8, ("crowded",), "a cancelled request cost its client a turn in another signature"),
     (
         264,

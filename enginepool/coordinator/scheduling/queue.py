@@ -74,8 +74,10 @@ class Queue(Generic[R]):
         flow = line.flows.get(client)
         if flow is None:
             level = line.level
-            if not line.flows and line.virtual < level.virtual:
-                line.virtual = level.virtual
+            if line.virtual < level.virtual:
+                # A lane is behind the others only while a client waits in it whose turn is that early.
+                present = min(level.virtual, line[0][0]) if line.flows else level.virtual
+                line.virtual = max(line.virtual, present)
             flow = line.flows[client] = deque((request,))
             heappush(line, (level.enter(client, line.virtual), request.seq, flow))
         elif request.seq > flow[-1].seq:
