@@ -235,8 +235,7 @@ class SimGenerator:
                 )
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
-        if self._paused and not self._steps:
-            self._stop()
+        self._stop()  # also where it does not pause any more: what waited for this step goes on
 
     def _fault(self) -> str:
         """What happens in this step."""
