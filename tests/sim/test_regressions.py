@@ -67,6 +67,12 @@ GENERATIONS = [
         ("updates", "sleeping", "adapting"),
         "the simulator did not see that versions began again, where a new run named the same weights by the same version",
     ),
+    (
+        50984,
+        4,
+        ("sleeping",),
+        "sequences that stopped for rows that run alone were given the same worker again, and stopped again, without an end",
+    ),
     (30372, 7, ("sleeping",), "the simulator never answered a pause whose generations were all cancelled meanwhile"),
     (10544, 1, ("sleeping",), "the simulator counted tasks that generate after all batches of rows that were sent with them"),
 ]

@@ -153,7 +153,8 @@ class Machine:
         self.adapters.settle()
         if core.secondary:
             self._settle()
-        for group in core.woken:
+        emptied: list[Group] = []
+        for group in core.woken:  # which grows meanwhile
             group.woken = False
             if not group.on_hold:
                 pump(core, group)
@@ -161,7 +162,9 @@ class Machine:
                     if group.blocked is None or not make_room(self.requests, group):
                         break
                     pump(core, group)
-                if group.reserved_worker is not None and empty_reserved(self.requests, group):
+                # Once for an event: what stops may be before the rows for which it stopped, and be given the worker again.
+                if group.reserved_worker is not None and group not in emptied and empty_reserved(self.requests, group):
+                    emptied.append(group)
                     pump(core, group)
         core.woken.clear()
         if core.draining:
