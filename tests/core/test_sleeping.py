@@ -359,15 +359,22 @@ def test_a_worker_whose_weights_sleep_after_a_restore_is_not_restored_before_it_
     assert len(of_type(woken, Restore)) == 2 and state(pool, "late") is WorkerState.RESTORING
 
 
-def test_a_worker_that_refused_to_sleep_during_a_restore_is_told_again_when_that_has_failed() -> None:
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_worker_that_refused_to_sleep_while_it_took_weights_is_told_again_until_it_sleeps(restored: bool) -> None:
     pool = UpdatePool()
     pool.publish(Trainer(pool), 1, [pool.worker("w")])
     pool.written()
     late = pool.worker("late")
     asked = commands(say(pool, "sleep", KV))[late]
-    pool.do(ev.WorkerSaid(0, late, Commanded(asked.task, "pool_down", "not ready: it takes weights")))
-    told = pool.do(ev.WorkerSaid(0, late, Restored(1, "needs_weights", "no stager")))
-    assert [(one.command, one.tags) for one in commands(told).values()] == [("sleep", [KV])]
+    for _ in range(2):
+        pool.do(ev.WorkerSaid(0, late, Commanded(asked.task, "pool_down", "not ready: it takes weights")))
+        if not restored:
+            pool.do(ev.WorkerSaid(0, late, Restored(1, "needs_weights", "no stager")))
+        told = commands(pool.wait(0.5))
+        assert [(link, one.command, one.tags) for link, one in told.items()] == [(late, "sleep", [KV])]
+        asked = told[late]
+    pool.do(ev.WorkerSaid(0, late, Commanded(asked.task)))
+    assert not commands(pool.wait(0.5))
 
 
 def test_the_colocated_cycle_updates_while_only_the_weights_are_awake() -> None:

@@ -67,6 +67,7 @@ GENERATIONS = [
         ("updates", "sleeping", "adapting"),
         "the simulator did not see that versions began again, where a new run named the same weights by the same version",
     ),
+    (40895, 2, ("updates", "sleeping", "adapting"), "a worker that refused to wake while it took weights was not told again"),
     (
         50984,
         4,

@@ -122,7 +122,7 @@ class Machine:
             ErrorReply: reports.refused,
             Exiting: self.fleet.bye,
             **dict.fromkeys((Prepared, Joined, Staged, WeightsLoaded), self.weights.answered),
-            Restored: self._not_restored,
+            Restored: self.restoring.failed,
             Commanded: self._commanded,
             AdapterChanged: self.adapters.answered,
         }
@@ -201,6 +201,7 @@ class Machine:
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()
+            self.holding.watch()
             self.adapters.watch()
         self.weights.watch()
         self.requests.overdue()
@@ -266,10 +267,6 @@ class Machine:
 
     # --- weights -------------------------------------------------------------------------------------------------------
 
-    def _not_restored(self, worker: Worker, message: Restored) -> None:
-        self.restoring.failed(worker, message)
-        self.holding.settle(worker)  # what it was told meanwhile it refused, for it took weights
-
     def _settle(self) -> None:
         """Handle secondary events, and let updates go on, until neither causes more."""
         core = self.core
@@ -318,6 +315,7 @@ class Machine:
 
     def _commanded(self, worker: Worker, message: Commanded) -> None:
         self.questions.answered(worker, message.task, message)
+        self.holding.answered(worker, message)
 
     def _worker_said(self, e: ev.WorkerSaid) -> None:
         worker = self.fleet.of(e.link)

@@ -8,7 +8,8 @@ back to the queue, and so do all of them with a new epoch: what the mode says th
 
 What is to sleep is a fact of the group, which the coordinator keeps on disk (`GroupHolds`). What sleeps is a fact of each
 worker, which its `ready` says. A worker of which one of the two is not empty is ASLEEP and gets no work. Where the two differ
-when a worker says `ready`, the worker is told again: it has been started since, or has missed a command with its link.
+when a worker says `ready`, the worker is told again: it has been started since, or has missed a command with its link. So is a
+worker that refused a command, as it took weights.
 
 A group that sleeps starts no work either. When one worker sleeps its requests go elsewhere.
 
@@ -29,7 +30,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import ready_workers
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.exact_version import end_with_tokens
-from enginepool.protocol.messages.control import Command, CommandName, MemoryTag
+from enginepool.protocol.messages.control import Command, Commanded, CommandName, MemoryTag
 from enginepool.protocol.messages.weights import RunningGenerations
 
 
@@ -41,6 +42,8 @@ class GroupHolding:
         self.fleet = fleet
         #: by group, how many pauses were undone
         self.undone = Counter[str]()
+        #: workers that refused a command: they take weights, or dropped work is in their engines
+        self._refused: dict[Worker, None] = {}
 
     def sleep(self, group: Group, worker: str, tags: frozenset[MemoryTag]) -> int:
         """These parts of the engine of `worker`, or of all engines, are to sleep. Their generations are taken back.
@@ -113,6 +116,17 @@ class GroupHolding:
         _, number = self.core.task_id()
         self.core.effects.append(KeepHolds(number, group.name, holds))
         return number
+
+    def answered(self, worker: Worker, message: Commanded) -> None:
+        """A worker has answered a command."""
+        if message.code == "pool_down":
+            self._refused[worker] = None
+
+    def watch(self) -> None:
+        """Who refused a command may carry it out by now."""
+        refused, self._refused = self._refused, {}
+        for worker in refused:
+            self.settle(worker)
 
     def settle(self, worker: Worker) -> None:
         """A worker has said what sleeps in its engine. It is told again what is to sleep, if that is something else."""
