@@ -60,6 +60,7 @@ def test_every_command_has_help_with_examples() -> None:
         "pause",
         "resume",
         "abort",
+        "profile",
         "tiny-model",
         "worker",
         "weights",
