@@ -91,7 +91,7 @@ class AskedEngine(EngineGeneration):
     def __init__(self, context: int) -> None:
         can = Capabilities("causal", 512, context, 1000, 8, 1000, 8, operations=("generate",))
         super().__init__(
-            SimpleNamespace(_handle_batch_output=None, rid_to_state={}, mm_processor=None),
+            SimpleNamespace(_handle_batch_output=None, _result_dispatcher=None, rid_to_state={}, mm_processor=None),
             None,
             can,
             Running({}, 1000, 8, context),

@@ -70,7 +70,7 @@ def test_every_command_has_help_with_examples() -> None:
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
     assert sorted(re.findall(r"^\| `enginepool ([\w-]+)` \|", page, re.MULTILINE)) == sorted(ours)
     about_weights = commands("weights")
-    assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "set-version"]
+    assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "save", "set-version"]
     about_adapters = commands("adapters")
     assert about_adapters == ["list", "load", "unload"]
     groups = {"weights": about_weights, "adapters": about_adapters}
