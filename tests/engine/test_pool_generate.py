@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,9 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
     prompts = [[17, 8, 9, i] for i in range(4)]
 
     async def scenario() -> tuple[list[Generation], int]:
-        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+        async with Pool.connect(daemon.address) as pool, AsyncExitStack() as stack, asyncio.timeout(2 * START_S):
+            stack.push_async_callback(pool.resume)  # the tests that follow use the same group
+            stack.push_async_callback(pool.wake)
             while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
                 await asyncio.sleep(0.1)
             last = (await pool.weights()).version
