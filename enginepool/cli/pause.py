@@ -1,11 +1,21 @@
 """`enginepool pause` and `enginepool resume`: a group starts no work for a while."""
 
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 from enginepool.cli.outcomes import show_outcomes
+
+
+class PauseModeName(StrEnum):
+    """What becomes of generations that run."""
+
+    abort = "abort"
+    in_place = "in_place"
+    retract = "retract"
+
 
 Group = Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")]
 
@@ -13,7 +23,9 @@ Group = Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool o
 def pause(
     group: Group = "",
     connect: Address = DEFAULT_ADDRESS,
-    mode: Annotated[str, typer.Option(metavar="MODE", help="Generations that run: abort, in_place or retract.")] = "abort",
+    mode: Annotated[
+        PauseModeName, typer.Option(metavar="MODE", help="Generations that run: abort, in_place or retract.")
+    ] = PauseModeName.abort,
 ) -> None:
     """Let a group start no work until it is resumed.
 
@@ -25,8 +37,7 @@ def pause(
       enginepool pause policy
       enginepool pause policy --mode in_place
     """
-    how: Any = mode
-    show_outcomes(ask_pool(connect, lambda pool: pool.pause(group, how)), "paused")
+    show_outcomes(ask_pool(connect, lambda pool: pool.pause(group, mode.value)), "paused")
 
 
 def resume(group: Group = "", connect: Address = DEFAULT_ADDRESS) -> None:

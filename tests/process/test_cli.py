@@ -172,6 +172,7 @@ BAD_USAGE = [
     ("restart /judge-0", "'/judge-0': write GROUP or GROUP/WORKER"),
     ("sleep judge/", "'judge/': write GROUP or GROUP/WORKER"),
     ("wake judge/", "'judge/': write GROUP or GROUP/WORKER"),
+    ("pause judge --mode later", "'later' is not one of 'abort', 'in_place', 'retract'"),
     ("profile judge/", "'judge/': write GROUP or GROUP/WORKER"),
     ("restart judge/judge-0/1", "'judge/judge-0/1': write GROUP or GROUP/WORKER"),
     ("tiny-model", "missing argument 'DIR'"),
