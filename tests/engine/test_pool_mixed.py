@@ -3,14 +3,14 @@
 import asyncio
 import importlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from enginepool import Generations, LogprobsResult, Pool, ScoreResult, WeightPublisher
+from enginepool import Generation, Generations, LogprobsResult, Pool, ScoreResult, WeightPublisher
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from tests.engine.forked import ForkedDaemon
 from tests.engine.language_models import LanguageModel
@@ -23,6 +23,9 @@ torch: Any = importlib.import_module("torch")
 safetensors: Any = importlib.import_module("safetensors.torch")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+#: tokens of a sequence that still runs when new weights arrive
+LENGTH = 400
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,11 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield ForkedDaemon(processes, config).listening()
 
 
+async def enough(answers: Sized, count: int) -> None:
+    while len(answers) < count:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.every_version
 def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon, models: Models, reference: Reference) -> None:
     chance = random.Random(5)
@@ -50,9 +58,9 @@ def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon
     scored: list[tuple[int, ScoreResult]] = []
     known: list[tuple[int, LogprobsResult]] = []
 
-    async def score(pool: Pool, first: int, running: asyncio.Future[list[Generations]]) -> None:
+    async def score(pool: Pool, first: int, over: asyncio.Event) -> None:
         for number in range(first, 400, 2):
-            if running.done():
+            if over.is_set():
                 return
             at = number % 12
             scored.append((at, await pool.score(prompts[at], [[at], [at, 3]], label_token_ids=labels)))
@@ -61,14 +69,19 @@ def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon
     async def scenario() -> tuple[list[Generations], int]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             report = await pool.ready(START_S)
-            calls = [pool.generate([prompt], n=2, max_new_tokens=80, logprobs=True, **GREEDY) for prompt in prompts]
-            running = asyncio.gather(*calls)
-            rows = [asyncio.create_task(score(pool, first, running)) for first in range(2)]
-            while len(scored) < 4:
-                await asyncio.sleep(0.01)
-            psutil.Process(report.groups[0].workers[0].pid).kill()
-            found = await running
-            await asyncio.gather(*rows)
+            over = asyncio.Event()
+            async with asyncio.TaskGroup() as rows:
+                for first in range(2):
+                    rows.create_task(score(pool, first, over))
+                await enough(scored, 4)
+                calls = [pool.generate([prompt], n=2, max_new_tokens=160, logprobs=True, **GREEDY) for prompt in prompts]
+                running = asyncio.gather(*calls)
+                stream = pool.stream(prompts[0], max_new_tokens=160, **GREEDY)
+                chunks = aiter(stream)  # which ends the stream when it is collected
+                await anext(chunks)
+                psutil.Process(report.groups[0].workers[0].pid).kill()
+                found, _ = await running, await stream.result()
+                over.set()
             [status] = (await pool.status()).groups
             assert status.failed == 0
             return found, status.split_batches
@@ -76,7 +89,7 @@ def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon
     found, split = asyncio.run(scenario())
     assert split == 0, "each batch of rows was one forward"
     for prompt, [samples] in zip(prompts, found, strict=True):
-        assert [len(sample.token_ids) for sample in samples] == [80, 80]
+        assert [len(sample.token_ids) for sample in samples] == [160, 160]
         for sample in samples:
             assert_greedy(reference, prompt, sample)
     assert len(scored) >= 4
@@ -107,25 +120,28 @@ def test_new_weights_meet_rows_and_sequences(
     known = {version - 1: weights(version - 1), version: weights(version)}
     prompts, labels, scored = [[5, 6, 7], [8]], [7, 8, 9], list[ScoreResult]()
 
-    async def scenario() -> Generations:
+    async def score(pool: Pool, over: asyncio.Event) -> None:
+        while not over.is_set():
+            scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
+
+    async def scenario() -> list[list[Generation]]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(START_S)
-            async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
+            over = asyncio.Event()
+            async with WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher, asyncio.TaskGroup() as asking:
                 update = await publisher.start(known[version], version, in_flight=in_flight)
                 await update.sent()  # all of it is there, and what follows meets the hand-over alone
-                running = asyncio.ensure_future(pool.generate(prompts, n=2, max_new_tokens=400, **GREEDY))
-
-                async def score() -> None:
-                    while not running.done():
-                        scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
-
-                asking = [asyncio.create_task(score()) for _ in range(2)]
-                while len(scored) < 8:
-                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    asking.create_task(score(pool, over))
+                await enough(scored, 8)
+                streams = [pool.stream(prompt, n=2, max_new_tokens=LENGTH, **GREEDY) for prompt in prompts]
+                chunks = [aiter(stream) for stream in streams]  # which end the streams when they are collected
+                for each in chunks:
+                    await anext(each)
                 await update.finish()
-            scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
-            found = await running
-            await asyncio.gather(*asking)
+                await enough(scored, len(scored) + 4)
+                found = [(await stream.result())[0] for stream in streams]
+                over.set()
             return found
 
     found = asyncio.run(scenario())
@@ -143,6 +159,6 @@ def test_new_weights_meet_rows_and_sequences(
             ends = np.cumsum([count for _, count in sample.spans])
             parts = np.split(sample.token_ids, ends[:-1])
             spans = [(known[named], part.tolist()) for (named, _), part in zip(sample.spans, parts, strict=True)]
-            assert len(sample.token_ids) == 400
+            assert len(sample.token_ids) == LENGTH
             below, _ = (reference.across if in_flight == "in_place" else reference.afresh)(prompt, spans)
             assert below.max() < 1e-4
