@@ -67,7 +67,7 @@ class Endpoints:
             if until is not None:
                 options["timeout"] = max(until - loop.time(), 0.001)
             if path.startswith("/v1/models") and method == "GET":
-                return self._models(serving, path.removeprefix("/v1/models").strip("/"))
+                return await self._models(serving, path.removeprefix("/v1/models").removeprefix("/"), options["timeout"])
             if (method, path) == ("POST", "/v1/chat/completions"):
                 return await _ask(serving.chat, serving.protocol.ChatCompletionRequest, headers, body, options | self._named)
             if (method, path) == ("POST", "/v1/completions"):
@@ -101,15 +101,21 @@ class Endpoints:
             serving.manager.context_len = min(serving.manager.context_len, limits.sequence_context or limits.context)
         return serving
 
-    def _models(self, serving: Serving, name: str) -> Reply:
+    async def _models(self, serving: Serving, name: str, within: float | None) -> Reply:
+        """The model, and each adapter of the group by the name that `model` of a request takes."""
         served = serving.manager.served_model_name
         card = {"id": served, "object": "model", "created": 0, "owned_by": "enginepool"}
+        group = named_group(await self._pool.status(within), self._group)
+        adapters = [*(group.limits.adapters if group.limits else ()), *(one.name for one in group.adapters)]
+        cards = [card, *(card | {"id": f"{served}:{adapter}", "parent": served} for adapter in adapters)]
         if not name:
-            return Reply(200, msgspec.json.encode({"object": "list", "data": [card]}))
-        if name != served:
-            text = f"model: {name!r:.100} is not served here; {served!r} is"
-            return Reply(404, msgspec.json.encode(error_body(text, "model_not_found", 404, "model")))
-        return Reply(200, msgspec.json.encode(card))
+            return Reply(200, msgspec.json.encode({"object": "list", "data": cards}))
+        for one in cards:
+            if one["id"] == name:
+                return Reply(200, msgspec.json.encode(one))
+        names = ", ".join(repr(one["id"]) for one in cards)
+        text = f"model: {name!r:.100} is not served here, but {names:.300}"
+        return Reply(404, msgspec.json.encode(error_body(text, "model_not_found", 404, "model")))
 
 
 async def _ask(serving: Any, kind: Any, headers: Mapping[str, str], body: bytes, options: dict[str, Any]) -> Reply:

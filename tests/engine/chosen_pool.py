@@ -10,7 +10,7 @@ import numpy as np
 from enginepool.client.generations import Generation, Generations, TokenChunk, TokenUsage
 from enginepool.client.results import RequestTimings
 from enginepool.errors import EnginepoolError
-from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus
+from enginepool.protocol.messages import AdapterStatus, GroupLimits, GroupStatus, StatusReport, WorkerStatus
 
 CONTEXT = 1000
 #: tokens of each prompt that were in a cache
@@ -48,9 +48,11 @@ class ChosenPool:
         self.hold.set()
 
     async def status(self, timeout: float | None = None) -> StatusReport:  # noqa: ASYNC109
-        limits = GroupLimits("causal", 512, CONTEXT, 1, operations=("generate",))
+        limits = GroupLimits("causal", 512, CONTEXT, 1, operations=("generate",), adapters=("math",))
         worker = WorkerStatus("0", "a", "ready")
-        return StatusReport(1, groups=[GroupStatus("policy", model=self._folder, limits=limits, workers=[worker])])
+        loaded = [AdapterStatus("code", 3, "")]
+        group = GroupStatus("policy", model=self._folder, limits=limits, workers=[worker], adapters=loaded)
+        return StatusReport(1, groups=[group])
 
     async def ready(self, timeout: float | None = None, *, group: str = "") -> StatusReport:  # noqa: ASYNC109
         return await self.status()

@@ -277,7 +277,15 @@ class Scenes:
             reply = await self.endpoints.answer("POST", "/v1/completions", {}, text, None)
             assert reply.status == 400, (text, reply)
         assert (await self.endpoints.answer("GET", "/v1/files", {}, b"", None)).status == 404
-        assert (await self.endpoints.answer("GET", "/v1/models/other", {}, b"", None)).status == 404
+
+    async def adapters_are_models_whose_ids_requests_take(self) -> None:
+        ids = [FOLDER, f"{FOLDER}:math", f"{FOLDER}:code"]
+        assert [model.id async for model in self.client.models.list()] == ids
+        model = await self.client.models.retrieve(f"{FOLDER}:code")
+        assert model.model_dump()["parent"] == FOLDER
+        reply = await self.endpoints.answer("GET", "/v1/models/other", {}, b"", None)
+        assert isinstance(reply.body, bytes) and reply.status == 404
+        assert all(name in json.loads(reply.body)["error"]["message"] for name in ("'other'", FOLDER))
 
     async def a_call_that_is_left_is_taken_back_from_the_pool(self) -> None:
         self.pool.reset(TEXT)
@@ -316,7 +324,7 @@ async def scenes() -> AsyncGenerator[Scenes]:
     pool = ChosenPool(FOLDER)
     endpoints = Endpoints(pool, "policy", None, SETTINGS)
     client = async_client(endpoints)
-    assert [model.id async for model in client.models.list()] == [FOLDER]
+    await client.models.list()
     making: Any = endpoints._making  # pyright: ignore[reportPrivateUsage]
     manager = making.result().manager
     pool.encode = manager.tokenizer.encode
