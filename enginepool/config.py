@@ -111,9 +111,10 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_rows: int | None = None
     #: forwards of tokens in flight at a worker; where its pace is known, and with cached queries, as many batches
     forwards_in_flight: int = 2
-    #: reserve memory of each GPU for a staged weight update before the engine takes the rest. False gives that memory to the KV
-    #: cache, for groups whose weights come by `ipc`, `direct` or never; a staged update then takes free memory of GPU or host
-    reserve_staging: bool = True
+    #: reserve memory of each GPU for a staged weight update before the engine takes the rest; none: workers that start after
+    #: the group's first staged update reserve it, and until then the KV cache has it. Without a reserve a staged update takes
+    #: memory of the GPU that is free, or memory of the host
+    reserve_staging: bool | None = None
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
     #: how engines that take weights only at their start are restarted for a checkpoint: `rolling`, the others answer on the old

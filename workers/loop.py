@@ -224,7 +224,7 @@ class WorkerProcess:
                 await self.accepted.wait()
         except TimeoutError:
             say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
-        if wants_room(self.spec):
+        if wants_room(self.spec, staged=self.machine.staged):
             making = self._make_room()
             if self.spec.device != "cpu" and _has_gpu():
                 await making  # before the engine takes all memory that there is
@@ -277,8 +277,7 @@ class WorkerProcess:
         except UnknownSize as error:
             say(f"no memory is reserved for weight updates before it is known how large they are: {error}")
             return
-        if line := await self.weights.make_room(nbytes):
-            say(line)
+        say(await self.weights.make_room(nbytes))
 
     def _report(self, stage: str, detail: str) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -337,9 +336,10 @@ class WorkerProcess:
         self.feed(CommandDone(time.monotonic(), answer, adapters=tuple(self.adapters.loaded)))
 
 
-def wants_room(spec: WorkerSpec) -> bool:
-    """Whether memory is kept for staged updates before the engine starts."""
-    return bool(spec.stager) and spec.engine == "sglang" and spec.reserve_staging
+def wants_room(spec: WorkerSpec, *, staged: bool) -> bool:
+    """Whether memory is kept for staged updates before the engine starts. `staged`: the group has had one."""
+    reserve = staged if spec.reserve_staging is None else spec.reserve_staging
+    return bool(spec.stager) and spec.engine == "sglang" and reserve
 
 
 def _has_gpu() -> bool:

@@ -80,8 +80,8 @@ class WorkerMachine:
         self.registered = False
         self.silence = CoordinatorSilence(now, orphan_s, external=external)
         self.stage, self.detail = "starting", ""
-        #: how often an engine that is started now should halve its budgets
-        self.halvings = 0
+        #: how often an engine that is started now should halve its budgets; whether it leaves memory for staged updates by need
+        self.halvings, self.staged = 0, False
         #: set once the engine is loaded
         self.capabilities: wire.Capabilities | None = None
         #: the weights in the engine, and what is asked about them; what of its memory is released; its LoRA adapters
@@ -167,7 +167,7 @@ class WorkerMachine:
             return [ev.Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
         self.linked = self.registered = True
         self.silence.orphan_s = message.orphan_s
-        self.halvings = message.halvings
+        self.halvings, self.staged = message.halvings, message.staged
         effects: list[WorkerEffect] = []
         if message.epoch > self.epoch:
             self.epoch = message.epoch

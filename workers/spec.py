@@ -25,7 +25,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     group: the group whose work this worker does.
     incarnation: names this process; a restarted worker gets a new one.
     engine: `sglang` or `sim`.
-    reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
+    reserve_staging: whether device memory is taken for staged weight updates before the engine starts; none: if the coordinator
+        says that the group had one.
     checkpoint: the directory that the engine starts on in place of `model`, which are the weights of `version` if the digest of
         its files is `checkpoint_digest` once the engine has loaded them.
     stager: path of the Unix socket of this worker's stager; empty: there is none.
@@ -47,7 +48,7 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     group: str
     incarnation: str
     engine: str
-    reserve_staging: bool = True
+    reserve_staging: bool | None = None
     checkpoint: str = ""
     checkpoint_digest: str = ""
     version: int = 0

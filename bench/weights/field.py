@@ -112,7 +112,9 @@ class Field:
 
     def _pool(self) -> Child:
         scale = self.scale
-        group = GroupConfig(model=str(self._model), device=self._device, options=dict(scale.options), workers=self.count)
+        group = GroupConfig(
+            model=str(self._model), device=self._device, options=dict(scale.options), workers=self.count, reserve_staging=True
+        )
         if self._device == "cuda":
             group = msgspec.structs.replace(group, gpus=self._gpus[1 : 1 + self.count])
         group = msgspec.structs.replace(group, engine=scale.engine)

@@ -106,13 +106,15 @@ class Exiting(Message, tag="exiting"):
 class Accept(Message, tag="accept"):
     """Answer to `register`. After `orphan_s` seconds without a word from a coordinator the worker ends itself. `halvings`: how
     often an engine that is started now should halve its budgets. `counter`: of the last task of this epoch; generations up to
-    it came on an earlier link, and end."""
+    it came on an earlier link, and end. `staged`: the group's weights have come by a `staged` transfer; a worker that starts
+    its engine now may reserve memory for the next one."""
 
     epoch: int
     protocol: int = PROTOCOL_VERSION
     orphan_s: float = 60.0
     halvings: int = 0
     counter: int = 0
+    staged: bool = False
 
 
 class WorkerSettings(Message, tag="settings"):

@@ -253,6 +253,7 @@ class Restore(Message, tag="restore"):
 
 class Prepared(Message, tag="prepared"):
     """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why.
+    Without a code, `message` says why the bytes of an engine on GPUs will lie on the host.
 
     `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
     `no_staging`: it only has no memory for a staged transfer. The others go on without it, and it is restored after the commit.

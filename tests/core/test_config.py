@@ -31,7 +31,7 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         (GOOD + 'gpus = "0,1"', "groups.a.gpus = '0,1': must be a list"),
         (GOOD + 'ageing_s = "1"', "groups.a.ageing_s = '1': must be a number, or left out"),
         (GOOD + "options = 3", "groups.a.options = 3: must be a table"),
-        (GOOD + "reserve_staging = 1", "groups.a.reserve_staging = 1: must be true or false"),
+        (GOOD + "reserve_staging = 1", "groups.a.reserve_staging = 1: must be true or false, or left out"),
         ("groups = 3", "groups = 3: must be a table"),
         ('[groups.a]\nengine = "sim"', "groups.a.model: missing, and needed"),
         ("listen_workers = ''", "groups: missing, and needed"),

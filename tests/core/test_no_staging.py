@@ -1,4 +1,5 @@
-"""Workers without staging memory: an update goes on without them, they serve on, and the commit restores them."""
+"""Staging memory by need: workers that start after a staged update reserve it. An update goes on without workers that have
+none: they serve on, and the commit restores them."""
 
 from typing import Any
 
@@ -7,9 +8,9 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.states import WorkerState
-from enginepool.protocol.messages import Capabilities, Ready
+from enginepool.protocol.messages import Accept, Capabilities, Ready
 from enginepool.protocol.messages.weights import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
-from tests.core.machines import CAN, failures, results, work
+from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
 PACKED = msgspec.structs.replace(CAN, max_item=1000)
@@ -106,3 +107,47 @@ def test_who_has_said_yes_cannot_leave() -> None:
     pool, _, links = opened()
     able(pool, links[:2])
     assert failures(unable(pool, links[1]))[1].code == "unsupported"
+
+
+def staged_before(pool: UpdatePool, name: str) -> bool:
+    """What a worker that starts now hears of staged updates."""
+    (accept,) = of_type(pool.do(ev.WorkerRegistered(0, name.encode(), "g", name, 1, "h")), Accept)
+    return accept.staged
+
+
+def test_workers_that_start_after_the_first_staged_update_reserve_memory_for_the_next() -> None:
+    pool = UpdatePool()
+    trainer, links = Trainer(pool), [pool.worker("w")]
+    pool.answer(trainer.publish(1, transfer="set_version"))
+    pool.answer(trainer.commit(), digest="")
+    pool.written()
+    assert not staged_before(pool, "a"), "no bytes were staged"
+    pool.publish(trainer, 2, links)
+    assert not staged_before(pool, "b"), "it is not committed"
+    pool.written()
+    assert staged_before(pool, "c")
+    later = UpdatePool()
+    later.machine = later.machine.__class__(later.machine.core.config)
+    later.do(ev.Started(0, EPOCH, {"g": pool.journal[-1].weights}))
+    assert staged_before(later, "d"), "a later coordinator knows it"
+
+
+@pytest.mark.parametrize("by_need", [True, False])
+def test_the_record_names_engines_on_gpus_whose_bytes_lay_on_the_host(by_need: bool) -> None:
+    pool, trainer, links = opened()
+    core = pool.machine.core
+    if not by_need:
+        core.groups["g"].config = msgspec.structs.replace(core.groups["g"].config, reserve_staging=True)
+    why = "GPU 0 has 3000 MiB left for 16000 MiB of weights"
+    joins = [
+        s
+        for link in links
+        for s in pool.tell(link, Prepared(pool.update.id, peer="peer", staging="host", message=why if link == links[1] else ""))
+    ]
+    pool.answer(joins)
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    (published,) = of_type(pool.written(), Published)
+    then = ", which workers that are restarted from now on reserve" if by_need else ""
+    assert published.record.message == f"w1 staged it in memory of the host: {why}{then}"

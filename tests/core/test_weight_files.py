@@ -250,12 +250,13 @@ def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
 
 
 def test_memory_for_staged_updates_is_kept_where_it_is_wanted() -> None:
-    def wanted(engine: str = "sglang", stager: str = "/run/stager", reserve_staging: bool = True) -> bool:
+    def wanted(engine: str = "sglang", stager: str = "/run/stager", *, staged: bool = True, **setting: Any) -> bool:
         names: dict[str, Any] = {"endpoint": "ipc://x", "group": "g", "incarnation": "w", "model": "m"}
-        return wants_room(WorkerSpec(**names, engine=engine, stager=stager, reserve_staging=reserve_staging))
+        return wants_room(WorkerSpec(**names, engine=engine, stager=stager, **setting), staged=staged)
 
-    assert wanted()
-    assert not wanted(reserve_staging=False) and not wanted(engine="sim") and not wanted(stager="")
+    assert wanted() and not wanted(staged=False), "from the first staged update on"
+    assert wanted(staged=False, reserve_staging=True) and not wanted(reserve_staging=False)
+    assert not wanted(engine="sim") and not wanted(stager="")
 
 
 def test_a_quantized_model_is_told_by_its_options_or_its_configuration(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_straight_path_of_a_staged_update() -> None:
     assert [s.link for s in handed if isinstance(s.message, LoadWeights)] == links
     pool.wait(0.7)
     assert of_type(pool.answer(handed), Published) == []
-    assert pool.journal[-1].weights == GroupWeights(1, DIGEST)
+    assert pool.journal[-1].weights == GroupWeights(1, DIGEST, staged=True)
     pool.wait(0.4)
     end = pool.written()
     assert [s.link for s in end if isinstance(s.message, Committed)] == links

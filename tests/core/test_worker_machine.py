@@ -353,8 +353,8 @@ def test_a_lost_engine_says_why_and_ends_the_process_with_its_code() -> None:
 )
 def test_an_engine_that_died_of_a_batch_too_large_for_its_memory_is_told_as_that(stage: str, reason: str, told: bool) -> None:
     w = WorkerMachine("w1", "g", now=0.0)
-    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5, halvings=2)))
-    assert w.halvings == 2
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5, halvings=2, staged=True)))
+    assert (w.halvings, w.staged) == (2, True)
     run(w, EngineReady(0.0, CAPABILITIES) if stage == "ready" else EngineStage(0.0, stage))
     effects = run(w, EngineLost(0.0, reason))
     (bye,) = [message for message in sent(effects) if isinstance(message, Exiting)]

@@ -18,6 +18,7 @@ import pytest
 from enginepool import Pool, ScoreResult, WeightPublisher, errors
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.protocol.messages import WorkerStatus
 from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import PATIENCE_S, Daemon
@@ -168,6 +169,12 @@ def test_after_each_of_many_updates_under_load_every_answer_is_of_exactly_its_we
             check((answer for answer in load.answers if answer.result.version == version), reference)
 
 
+def kept_room(daemon: Daemon, worker: WorkerStatus) -> bool:
+    """Whether a worker has asked for memory for staged updates before its engine took the rest."""
+    log = Path(daemon.config.state_dir) / "logs" / f"{worker.incarnation}.log"
+    return " for weight updates" in (said := log.read_text("utf-8", "replace")) or "weight updates will be received" in said
+
+
 def test_a_worker_and_its_stager_that_die_come_back_on_the_committed_weights(
     daemon: Daemon, reference: Reference, own: dict[str, Any]
 ) -> None:
@@ -184,6 +191,7 @@ def test_a_worker_and_its_stager_that_die_come_back_on_the_committed_weights(
             version = (await pool.weights()).version + 1
             await publisher.publish(drawn(own, version), version)
             one, other, _ = (await pool.status()).groups[0].workers
+            assert not kept_room(daemon, one), "it started before the first staged update"
             os.kill(one.pid, signal.SIGKILL)  # comes back by its stager
             records = Path(daemon.config.state_dir) / "stagers"
             os.kill(other.pid, signal.SIGKILL)  # and this one by the snapshot
@@ -193,6 +201,7 @@ def test_a_worker_and_its_stager_that_die_come_back_on_the_committed_weights(
                 await asyncio.sleep(0.1)
             await all_ready(pool)
             await all_on(pool, version)
+            assert [kept_room(daemon, worker) for worker in (await pool.status()).groups[0].workers] == [True, True, False]
             await ask(pool)
             report = await pool.weights_digest()
             assert [one.digest for one in report.workers] == [report.digest] * WORKERS

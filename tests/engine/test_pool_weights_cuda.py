@@ -20,7 +20,7 @@ from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.protocol.messages import WorkerStatus
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.engine.reference import Models, Reference
-from tests.engine.test_pool_weights import CLIENTS, LABELS, Load
+from tests.engine.test_pool_weights import CLIENTS, LABELS, Load, kept_room
 from tests.engine.test_sglang_cuda import BFLOAT16
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
@@ -291,6 +291,9 @@ def test_a_worker_killed_in_a_transfer_comes_back_on_the_committed_weights_and_n
             back = time.monotonic()
             pids = [one.pid for one in now]
             assert victim.pid not in pids
+            # It started after a staged update, for which the one before had kept no memory unless it did, too.
+            (successor,) = [one for one in now if one.name == victim.name]
+            assert kept_room(running.daemon, successor)
             assert transfer == "direct" or other.pid in pids
             await load.more(20)
             assert await digests(pool, PAIR) == [digest] * 2

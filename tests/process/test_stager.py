@@ -1091,3 +1091,25 @@ def test_what_lies_on_a_device_is_kept_as_a_whole_snapshot(tmp_path: Path) -> No
     assert left == [False], "the memory is needed no more before the file has its name"
     assert read_footer(path) == Footer(3, "d", manifest)
     assert Path(path).read_bytes()[: layout(manifest).nbytes] == memory.tensors[0].numpy().tobytes()[: layout(manifest).nbytes]
+
+
+def test_weights_for_which_gpus_have_no_room_lie_on_the_host_or_the_refusal_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = "GPU 0 has 3000 MiB left for 16000 MiB of weights"
+
+    def full(nbytes: int, gpus: int, *, engine_runs: bool) -> Any:
+        assert (gpus, engine_runs) == (1, True)
+        raise OSError(why)
+
+    def unpinned(nbytes: int, *, pinned: bool) -> HostMemory:
+        assert pinned, "an engine copies from it while its group is held"
+        return HostMemory(nbytes)
+
+    monkeypatch.setattr(stager_memory, "DeviceMemory", full)
+    monkeypatch.setattr(stager_memory, "HostMemory", unpinned)
+    memory = stager_memory.make_memory(512, gpus=1)
+    assert isinstance(memory, HostMemory) and (memory.nbytes, memory.why_host) == (512, why)
+    monkeypatch.setattr(stager_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=511))
+    with pytest.raises(OSError, match=f"^{why}, and the host has 0 MiB; reserve_staging = true keeps memory of the GPU$"):
+        stager_memory.make_memory(512, gpus=1)

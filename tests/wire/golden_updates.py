@@ -305,6 +305,12 @@ def _from_worker() -> list[Valid]:
             {"type": "prepared", "update": UPDATE, "generations": "in_place"},
         ),
         Valid(
+            "prepared-on-host",
+            way,
+            "its GPU has no room, and its host has",
+            {"type": "prepared", "update": UPDATE, "staging": "host", "message": "GPU 0 has 9 MiB left for 64 MiB of weights"},
+        ),
+        Valid(
             "prepared-no-staging",
             way,
             "it has no memory for a staged transfer, and the others go on without it",

@@ -969,6 +969,7 @@ def _to_worker() -> list[Valid]:
     return [
         Valid("accept", way, "the answer to register", {"type": "accept", "epoch": EPOCH}),
         Valid("accept-halvings", way, "engines ran out of memory twice", {"type": "accept", "epoch": EPOCH, "halvings": 2}),
+        Valid("accept-staged", way, "reserve memory for staged updates", {"type": "accept", "epoch": EPOCH, "staged": True}),
         Valid("accept-again", way, "generations up to task 17 end", {"type": "accept", "epoch": EPOCH, "counter": 17}),
         Valid("accept-orphan", way, "with another patience", {"type": "accept", "epoch": EPOCH + 1, "orphan_s": 2.5}),
         Valid(

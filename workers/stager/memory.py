@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import psutil
 
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import layout
@@ -22,8 +23,10 @@ from enginepool.workers.stager.snapshot import Footer, name_snapshot, write_foot
 
 torch: Any = importlib.import_module("torch")
 
-#: of a GPU's memory, left for other allocations
+#: Of a GPU's memory, left for other allocations: before its engine starts, and, as a part of all, where the engine runs already
+#: and takes more now and then.
 MARGIN = 256 << 20
+ENGINES_PART = 1 / 32
 #: Bytes of a shard on GPU 0, if the space has as many: in a publisher's default buckets, what `ShardedReception` needs.
 LEAST_ON_FIRST = 2 << 30
 #: threads that write a snapshot, and bytes that each writes at once
@@ -35,6 +38,8 @@ class HostMemory(HostSpace):
     """A space in memory of this host."""
 
     shards = 0
+    #: why these bytes are not on the GPUs of the engine; "": it has none
+    why_host = ""
     _complete = False
 
     def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()) -> Reception:
@@ -62,7 +67,7 @@ class DeviceMemory(DeviceSpace):
 
     shards = 0
 
-    def __init__(self, nbytes: int, gpus: int) -> None:
+    def __init__(self, nbytes: int, gpus: int, *, engine_runs: bool = False) -> None:
         """Raises OSError: no room."""
         self._reception: Reception | ShardedReception | None = None
         sizes = shard_sizes(nbytes, gpus, LEAST_ON_FIRST) if _reach_each_other(gpus) else dict.fromkeys(range(gpus), nbytes)
@@ -71,8 +76,8 @@ class DeviceMemory(DeviceSpace):
                 make_ready(f"cuda:{gpu}")
         torch.cuda.empty_cache()
         for gpu, size in sizes.items():
-            free, _ = torch.cuda.mem_get_info(gpu)
-            if free < size + MARGIN:
+            free, total = torch.cuda.mem_get_info(gpu)
+            if free < size + (int(total * ENGINES_PART) if engine_runs else MARGIN):
                 raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {size >> 20} MiB of weights")
         DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in sizes], list(sizes.values()))
         self.shards = len(sizes) if _reach_each_other(gpus) else 0
@@ -154,10 +159,19 @@ Memory = HostMemory | DeviceMemory
 
 def make_memory(nbytes: int, *, gpus: int) -> Memory:
     """Room on the GPUs if there are some and they have it, else on the host. Raises OSError: neither."""
-    if gpus:
-        with contextlib.suppress(OSError):
-            return DeviceMemory(nbytes, gpus)
-    return HostMemory(nbytes, pinned=bool(gpus))
+    if not gpus:
+        return HostMemory(nbytes)
+    try:
+        return DeviceMemory(nbytes, gpus, engine_runs=True)
+    except OSError as error:
+        why = str(error)
+    available = psutil.virtual_memory().available
+    if available < nbytes:
+        # Shared memory past what there is does not fail: the kernel kills a process for it.
+        raise OSError(f"{why}, and the host has {available >> 20} MiB; reserve_staging = true keeps memory of the GPU")
+    memory = HostMemory(nbytes, pinned=True)
+    memory.why_host = why
+    return memory
 
 
 def gpus_of(device: str, wanted: int) -> int:

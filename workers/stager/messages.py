@@ -93,7 +93,8 @@ FromWorker = Room | Reserve | Join | ReleaseWeights | Committed | AskHeld
 
 
 class Reserved(Message, tag="reserved"):
-    """There is room of kind `staging`, in `regions`; none: `message` says why. `peer` names this side of the process group.
+    """There is room of kind `staging`, in `regions`; none: `message` says why, as it does where GPUs have no room, and the host
+    has. `peer` names this side of the process group.
     `most`: bytes of it on the GPU that holds the most of them.
 
     A stager has one room of kind `device`: its space is the same in each update, until one needs more. `sharded`, here and

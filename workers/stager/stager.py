@@ -217,7 +217,8 @@ class Stager:
             self.peer = secrets.token_hex(8)
         self.staging = staging
         self.update = StagedUpdate(message, memory, worker)
-        return Reserved(memory.kind, self.peer, regions=memory.regions(), sharded=memory.shards > 0)
+        why_host = memory.why_host if memory.kind == "host" else ""
+        return Reserved(memory.kind, self.peer, why_host, regions=memory.regions(), sharded=memory.shards > 0)
 
     # --- receiving ------------------------------------------------------------------------------------------------------
 

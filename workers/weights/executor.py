@@ -95,7 +95,7 @@ class WeightExecutor:
         self._pauses = pauses or EnginePauses(engine)
 
     async def make_room(self, nbytes: int) -> str:
-        """Have the stager reserve so many bytes of device memory before the engine starts; a line to log, or ""."""
+        """Have the stager reserve so many bytes of device memory before the engine starts; a line to log."""
         try:
             reserved = await self._stager.ask(Room(nbytes), Reserved)
         except StagerGone as error:
@@ -103,7 +103,7 @@ class WeightExecutor:
         if reserved.staging == "device":
             most = reserved.most / (1 << 30)
             return f"{most:.2f} GiB of each GPU are kept for weight updates; that much less is left for the KV cache"
-        return f"weight updates will be received in memory of the host: {reserved.message}" if reserved.message else ""
+        return f"weight updates will be received in memory of the host{reserved.message and f': {reserved.message}'}"
 
     async def close(self) -> None:
         """Leave the stager to the next worker."""
@@ -220,7 +220,7 @@ class WeightExecutor:
             raise refusal("update_aborted", str(error)) from None
         if not reserved.staging:
             raise refusal("weights_refused", reserved.message, no_staging=True)
-        prepared = Prepared(prepare.update, peer=reserved.peer, staging=reserved.staging)
+        prepared = Prepared(prepare.update, peer=reserved.peer, staging=reserved.staging, message=reserved.message)
         return prepared, replace(weights, regions=tuple(reserved.regions), sharded=reserved.sharded)
 
     # --- transfer -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ class GroupWeights(msgspec.Struct, frozen=True):
 
     `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
     checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `restart`:
-    engines take them only at their start, on `path`.
+    engines take them only at their start, on `path`. `staged`: these or earlier ones came by a staged update, for which workers
+    that start keep memory.
     """
 
     version: int = 0
@@ -27,6 +28,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
     path: str = ""
     run: int = 0
     restart: bool = False
+    staged: bool = False
 
 
 class AdapterVersion(msgspec.Struct, frozen=True):

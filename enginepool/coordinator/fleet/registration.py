@@ -69,7 +69,8 @@ class Registration:
         core.wake(group)
         core.worker_links[e.link] = worker
         orphan_s = core.config.timing.orphan_s
-        accept = Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings, counter=core.counter)
+        staged = group.weights.staged
+        accept = Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings, counter=core.counter, staged=staged)
         core.effects.append(ToWorker(e.link, accept))
         # Tokens that were on their way are lost with the old link, and so are orders to stop.
         self.workers.recall_streams(worker)

@@ -3,6 +3,8 @@
 `weights` says which. Here is what each of them means for the group, its workers, its history, and for the publisher.
 """
 
+import msgspec
+
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.group_weights import GroupWeights
@@ -37,6 +39,10 @@ class UpdateOutcomes:
 
     def new_weights(self, update: Update, digest: str) -> GroupWeights:
         """What is committed if all goes well. `digest`: of what engines took."""
+        staged = update.offer.transfer == "staged" or update.group.weights.staged
+        return msgspec.structs.replace(self._taken(update, digest), staged=staged)
+
+    def _taken(self, update: Update, digest: str) -> GroupWeights:
         group, offer = update.group, update.offer
         before = group.weights
         run = max(before.run, group.heard_committed[0]) + offer.new_run
@@ -240,4 +246,16 @@ def _note(update: Update) -> str:
     failed = failures(list(update.members.values()))
     left = [f"restored after it: {name}: {why}" for name, why in list(update.left_members.items())[:3]]
     more = [f"and {len(update.left_members) - 3} more"] if len(update.left_members) > 3 else []
-    return "; ".join([*said, *([f"not on {failed}"] if failed else []), *left, *more])
+    return "; ".join([*said, *([f"not on {failed}"] if failed else []), *left, *more, *_on_host(update)])
+
+
+def _on_host(update: Update) -> list[str]:
+    """Which engines on GPUs copied the weights out of memory of the host, which is slower, and what helps."""
+    found = [member for member in update.members.values() if member.on_host]
+    if not found:
+        return []
+    names = ", ".join(member.worker.name for member in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    by_need = update.group.config.reserve_staging is None
+    then = ", which workers that are restarted from now on reserve" if by_need else ""
+    return [f"{names}{more} staged it in memory of the host: {found[0].on_host}{then}"]

@@ -73,7 +73,7 @@ class Transactions:
                 text = f"{worker.name}: generations {mode}: it {how}"
                 self.ending.abort(update, "unsupported", text, "in_flight", "drain, abort")
                 return
-            member.peer, member.ranks = message.peer, message.ranks
+            member.peer, member.ranks, member.on_host = message.peer, message.ranks, message.message
             if message.restart:
                 member.digest, update.by_restart = message.digest, True
         elif isinstance(message, Staged):

@@ -38,7 +38,8 @@ class Member:
     """One worker in a transaction."""
 
     __slots__ = (
-        "broken", "digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "restart", "worker",
+        "broken", "digest", "failure", "findings", "loaded", "on_host", "peer", "rank", "ranks", "recalled", "restart",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -47,6 +48,8 @@ class Member:
         self.peer = ""
         self.ranks = 1
         self.rank = 0
+        #: why it stages the bytes in memory of the host and not of its GPUs; "": it does not, or has none
+        self.on_host = ""
         #: it says that the process group broke
         self.broken = False
         #: of the bytes that it staged, or of what its engine took
