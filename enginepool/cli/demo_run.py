@@ -38,12 +38,13 @@ Scores = npt.NDArray[np.float32]
 @dataclass
 class DemoClient:
     """What one client saw, which keeps `depth` requests under way. A request is its number. `answers` holds the scores of a
-    request, and when it was sent and answered."""
+    request, and when it was sent and answered. `parts`: in how many batches each answer was computed, summed up."""
 
     name: str
     priority: int
     depth: int = 1
     sent: int = 0
+    parts: int = 0
     answers: dict[int, tuple[Scores, float, float]] = field(default_factory=dict[int, tuple[Scores, float, float]])
     errors: list[str] = field(default_factory=list[str])
 
@@ -76,12 +77,22 @@ class Story:
         """Answers to all clients."""
         return sum(len(client.answers) for client in self.clients)
 
-    def p50_ms(self, *, urgent: bool) -> float:
-        """Median latency in milliseconds of the clients of the highest priority, or of the others; NaN without an answer."""
+    @property
+    def rows(self) -> int:
+        """Rows of all answers."""
+        return sum(len(scores) for client in self.clients for scores, _, _ in client.answers.values())
+
+    @property
+    def parts(self) -> int:
+        """Answers, each as often as there are batches that computed it."""
+        return sum(client.parts for client in self.clients)
+
+    def latency_ms(self, percent: float, *, urgent: bool) -> float:
+        """A percentile of the latency of the clients of the highest priority, or of the others; NaN without an answer."""
         highest = max(client.priority for client in self.clients)
         mine = [client for client in self.clients if (client.priority == highest) == urgent]
         times = [1000 * (end - at) for client in mine for _, at, end in client.answers.values()]
-        return float(np.median(times)) if times else float("nan")
+        return float(np.percentile(times, percent)) if times else float("nan")
 
     def wrong(self) -> list[str]:
         """Every promise that was not kept, in a few words each."""
@@ -188,6 +199,7 @@ class DemoRun:
                 client.errors.append(f"request {number}: {error}")
                 return
             client.answers[number] = (result.scores, at, time.monotonic())
+            client.parts += len(result.forwards)
 
     async def _kill(self, pool: Pool) -> WorkerStatus:
         """SIGKILL a worker that has batches under way. Only a process that this program started is ever touched."""

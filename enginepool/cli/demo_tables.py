@@ -32,6 +32,8 @@ def tables(story: Story) -> list[Table]:
     for name, value in (
         ("answers that the coordinator counted", str(group.answered)),
         ("batches", str(group.batches)),
+        ("rows in a batch, on average", f"{story.rows / group.batches:.1f}" if group.batches else "-"),
+        ("requests in a batch, on average", f"{story.parts / group.batches:.1f}" if group.batches else "-"),
         ("forward passes for each batch", f"{group.forwards / group.batches:.2f}" if group.batches else "-"),
         ("batches cut up by the engine", str(group.split_batches)),
         ("workers killed", "1"),
@@ -44,3 +46,20 @@ def tables(story: Story) -> list[Table]:
     ):
         pool.add_row(name, value)
     return [clients, pool]
+
+
+def summary(story: Story) -> list[str]:
+    """The last lines of a run that kept its promises."""
+    online, bulk = ([story.latency_ms(percent, urgent=urgent) for percent in (50, 99)] for urgent in (True, False))
+    times = " and ".join(
+        f"{' / '.join(f'{ms:.0f}' for ms in each)} ms {who}"
+        for who, each in (("online (priority 100)", online), ("bulk (0)", bulk))
+    )
+    ratios = " / ".join(f"{one / other:.2f}" for one, other in zip(online, bulk, strict=True))
+    group = story.group
+    mean = f"{story.rows / group.batches:.1f} rows of {story.parts / group.batches:.1f} requests"
+    return [
+        f"Priority: p50 / p99 {times}, ratio {ratios}.",
+        f"Batches: {group.batches} of {mean} on average, {group.split_batches} cut up: each was one forward pass.",
+        f"Nothing was lost: {story.sent} requests, {story.answered} answers, one for each.",
+    ]

@@ -344,8 +344,15 @@ def test_the_demo_on_the_sim_engine_loses_nothing(processes: Processes) -> None:
     code, out, err = end(start(processes, "demo", "--engine", "sim", "--quick"))
     assert (code, err) == (0, "")
     assert re.search(r"Nothing was lost: (\d+) requests, \1 answers", out)
-    told = re.search(r"Priority: p50 \d+ ms online \(priority 100\), \d+ ms bulk \(0\), ratio (\d\.\d\d)\.", out)
+    latencies = (
+        r"Priority: p50 / p99 \d+ / \d+ ms online \(priority 100\) and \d+ / \d+ ms bulk \(0\), ratio (\d\.\d\d) / \d\.\d\d\."
+    )
+    told = re.search(latencies, out)
     assert told is not None and float(told[1]) <= 0.7, out
+    formed = re.search(
+        r"Batches: \d+ of (\d+\.\d) rows of (\d+\.\d) requests on average, 0 cut up: each was one forward pass\.", out
+    )
+    assert formed is not None and float(formed[1]) > float(formed[2]) > 1, "requests of several clients share a forward"
     for words in (r"workers killed +1 ", r"workers started again +1 ", r"forward passes for each batch +1\.00"):
         assert re.search(words, out)
 
