@@ -26,6 +26,8 @@ class Server(Protocol):
 
     def receive(self, link: "Link", frames: Sequence[Buffer]) -> None: ...
 
+    def knows(self, group: str, incarnation: str) -> bool: ...
+
 
 class Owner(Protocol):
     """A process that has a dealer."""

@@ -135,8 +135,9 @@ class SimCoordinator:
             event.now = self.world.now
             self.handle(event)
 
-    def _knows(self, event: ev.WorkerRegistered) -> bool:
-        return event.incarnation in self.machine.core.groups[event.group].workers
+    def knows(self, group: str, incarnation: str) -> bool:
+        """It has this worker, and has not given it up."""
+        return incarnation in self.machine.core.groups[group].workers
 
     def _ahead(self, events: Sequence[ev.Event]) -> set[bytes]:
         """Links of peers that have heard a higher epoch."""
@@ -168,7 +169,8 @@ class SimCoordinator:
         self.watch.after(len(events), effects)
         for event in events if greeted else ():
             if type(event) is ev.WorkerRegistered:
-                assert event.incarnation not in self._ended or not self._knows(event), f"a dead process is back: {event}"
+                dead = event.incarnation in self._ended
+                assert not (dead and self.knows(event.group, event.incarnation)), f"a dead process is back: {event}"
         for effect in effects:
             if type(effect) is ef.LogLine:
                 self.world.note("log", effect.text)

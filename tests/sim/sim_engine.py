@@ -80,6 +80,11 @@ class Host(Protocol):
     group: str
     stager: Stager
 
+    @property
+    def governed(self) -> bool:
+        """A coordinator has to see to it that this process does not work in a group that is held."""
+        ...
+
     def post(self, event: WorkerEvent) -> None:
         """Give the worker's machine an event."""
         ...
@@ -201,7 +206,8 @@ class SimEngine:
     def must_be_awake(self, who: str) -> None:
         """It is about to work."""
         assert not self.asleep, f"{who}: while it sleeps: {self.asleep}"
-        self.oracle.commands.sleep.works(self.host.group, who)
+        if self.host.governed:
+            self.oracle.commands.sleep.works(self.host.group, who)
 
     def check_room(self, who: str) -> None:
         """All that is inside fits."""

@@ -124,6 +124,12 @@ class SimWorker:
         return self.incarnation if self._machine is None else self._machine.incarnation
 
     @property
+    def governed(self) -> bool:
+        """One that others have started may stand still until after it was given up. It then begins what it was sent before."""
+        server = self.network.server
+        return not self.external or (server is not None and server.knows(self.group, self.registers_as))
+
+    @property
     def machine(self) -> WorkerMachine:
         assert self._machine is not None
         return self._machine

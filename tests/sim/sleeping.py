@@ -2,7 +2,8 @@
 
 - An engine is given no work, and no weights while its weights sleep.
 - Once a caller was told that a group is paused, or sleeps, no engine of it works before a caller lets it go on; while it sleeps
-  no process of it is started either. So it is also when processes die meanwhile.
+  no process of it is started either. So it is also when processes die meanwhile. An external worker that the coordinator has
+  given up may begin what it was sent before: the coordinator cannot end it, and takes none of its answers.
 """
 
 from random import Random

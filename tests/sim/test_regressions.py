@@ -76,6 +76,7 @@ GENERATIONS = [
     ),
     (30372, 7, ("sleeping",), "the simulator never answered a pause whose generations were all cancelled meanwhile"),
     (10544, 1, ("sleeping",), "the simulator counted tasks that generate after all batches of rows that were sent with them"),
+    (12342, 7, ("updates", "sleeping"), "the simulator held a coordinator to an external worker that it had given up"),
 ]
 
 #: in rarer surroundings; seed, workers, flags
@@ -96,6 +97,7 @@ OTHERS = [
         ("generating", "adapting", "sleeping", "external", "updates"),
         "an interrupted sequence had the routed experts of a message for which its worker was lost",
     ),
+    (643, 4, ("external", "stops", "sleeping"), "the simulator held a coordinator to a worker that another one had given up"),
 ]
 
 
