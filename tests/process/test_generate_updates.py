@@ -4,11 +4,11 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from enginepool import Pool, WeightPublisher, errors
+from enginepool import Generation, Pool, WeightPublisher, errors
 from enginepool.protocol.messages import Sampling
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.workers.sim.tokens import expected_output
@@ -28,34 +28,85 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+class Callers:
+    """So many callers that always have a generation in flight. When they have ended, each answer was that of its spans."""
+
+    def __init__(self, pool: Pool, count: int) -> None:
+        self.pool, self.count = pool, count
+        #: of the versions that were committed
+        self.digests = {0: ""}
+        #: answers of several versions
+        self.several = 0
+        self._over = False
+        self._answers: list[list[Generation]] = [[] for _ in range(count)]
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        for i in range(self.count):
+            self._group.create_task(self._call(i))
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        self._over = True
+        await self._group.__aexit__(*failure)
+        sampling = Sampling(temperature=0.0, max_new_tokens=60)
+        for i, answers in enumerate(self._answers):
+            for one in answers:
+                named: Any = {"spans": one.spans, "digests": self.digests, "vocab": VOCAB, "end_every": 0}
+                assert one.token_ids.tolist() == expected_output(prompt(i), sampling, **named)[0]
+
+    async def each_is_answered(self) -> None:
+        """Once more."""
+        before = [len(answers) for answers in self._answers]
+        while any(len(answers) == n for answers, n in zip(self._answers, before, strict=True)):
+            await asyncio.sleep(0.01)
+
+    async def _call(self, i: int) -> None:
+        while not self._over:
+            [[one]] = await self.pool.generate(prompt(i), temperature=0.0, max_new_tokens=60)
+            self._answers[i].append(one)
+            self.several += len(one.spans) > 1
+
+
 @pytest.mark.parametrize("mode", ["abort", "in_place", "retract", "drain"])
 def test_fifty_updates_under_two_hundred_generations_change_the_tokens_from_their_spans_on(
     processes: Processes, tmp_path: Path, mode: str
 ) -> None:
     daemon = generating(processes, tmp_path, options={"inflight_rows": 100, "inflight_tokens": 400_000, "forward_s": 0.02})
-    sampling, digests, updated = Sampling(temperature=0.0, max_new_tokens=60), dict[int, str](), asyncio.Event()
-
-    async def caller(pool: Pool, i: int) -> int:
-        """One of two hundred: it always has a generation in flight. Returns how many of them had several versions."""
-        several = 0
-        while not updated.is_set():
-            [[one]] = await pool.generate(prompt(i), temperature=0.0, max_new_tokens=60)
-            known = dict(digests)
-            if not {version for version, _ in one.spans} - {0, *known}:  # else the publisher does not know it yet
-                tokens, _, _ = expected_output(prompt(i), sampling, spans=one.spans, digests=known, vocab=VOCAB, end_every=0)
-                assert one.token_ids.tolist() == tokens
-            several += len(one.spans) > 1
-        return several
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
             await pool.ready(PATIENCE_S)
-            callers = [asyncio.create_task(caller(pool, i)) for i in range(200)]
-            for version in range(1, 51):
-                digests[version] = (await publisher.publish(some_weights(version), version, **MODES[mode])).digest
-            updated.set()
-            assert sum(await asyncio.gather(*callers)) > 50
+            async with Callers(pool, 200) as callers:
+                for version in range(1, 51):
+                    record = await publisher.publish(some_weights(version), version, **MODES[mode])
+                    callers.digests[version] = record.digest
+            assert callers.several > 50
             assert (await pool.weights()).version == 50
+
+    run(scene)
+
+
+@pytest.mark.parametrize("transfer", ["ipc", "direct"])
+def test_weights_that_are_lent_or_broadcast_into_engines_change_the_tokens_from_their_spans_on(
+    processes: Processes, tmp_path: Path, transfer: Any
+) -> None:
+    daemon = generating(processes, tmp_path)
+
+    async def scene() -> None:
+        async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+            await pool.ready(PATIENCE_S)
+            async with Callers(pool, 20) as callers:
+                version = 0
+                for mode in MODES.values():
+                    before = callers.several
+                    while callers.several == before:
+                        version += 1
+                        record = await publisher.publish(some_weights(version), version, transfer=transfer, **mode)
+                        assert (record.transfer, record.committed) == (transfer, 2)
+                        callers.digests[version] = record.digest
+                        await callers.each_is_answered()
 
     run(scene)
 
