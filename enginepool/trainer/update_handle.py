@@ -113,7 +113,10 @@ class UpdateHandle:
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
     async def sent(self) -> None:
-        """Wait until the source is no longer read, so that training may go on. Raises what `finish` raises."""
+        """Wait until the source is no longer read, so that training may go on. Raises what `finish` raises.
+
+        With `direct` the source is read once the group is held, so only after `finish` was called.
+        """
         await asyncio.shield(self._sent)
 
     async def finish(self, timeout: float | None = None) -> UpdateRecord:  # noqa: ASYNC109 (the coordinator's answer counts)

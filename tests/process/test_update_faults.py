@@ -80,9 +80,10 @@ class Case:
     who: str
     sign: signal.Signals
     ends: str
+    transfer: str = "staged"
 
     def __str__(self) -> str:
-        return f"{self.mode}-{self.phase}-{self.who}-{self.sign.name}"
+        return f"{self.mode}-{self.phase}-{self.who}-{self.sign.name}-{self.transfer}"
 
 
 CASES = [
@@ -96,6 +97,10 @@ CASES = [
     Case("retract", "load", "stager", KILL, "committed"),
     Case("retract", "load", "trainer", STOP, "committed"),
     Case("abort", "load", "stager", KILL, "committed"),
+    Case("abort", "load", "trainer", KILL, "committed"),
+    Case("abort", "load", "trainer", KILL, "committed", "ipc"),
+    Case("abort", "transfer", "trainer", KILL, "aborted", "direct"),
+    Case("in_place", "transfer", "trainer", KILL, "aborted", "direct"),
     Case("abort", "load", "coordinator", KILL, "aborted"),
     Case("drain", "hold", "stager", KILL, "either"),
     Case("drain", "hold", "trainer", KILL, "committed"),
@@ -147,7 +152,16 @@ async def by_this_one(shared: Shared, pool: Pool, case: Case, new: int) -> str:
 
 async def by_another_trainer(shared: Shared, pool: Pool, case: Case, new: int) -> str:
     """How an update of a trainer ends that is lost meanwhile."""
-    command = [sys.executable, "-m", "tests.process.trainer", shared.daemon.address, str(new), case.phase, "staged", case.mode]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.process.trainer",
+        shared.daemon.address,
+        str(new),
+        case.phase,
+        case.transfer,
+        case.mode,
+    ]
     trainer = shared.processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True), first=KILL)
     assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
     trainer.send_signal(case.sign)
