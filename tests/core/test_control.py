@@ -121,6 +121,21 @@ def test_a_command_that_is_asked_again_while_it_is_open_is_the_same_command() ->
     assert commands(flush(pool)), "the answer may be lost with its link: asked once more, it runs once more"
 
 
+def test_the_commands_of_a_caller_that_is_gone_end_and_leave_their_places() -> None:
+    pool = Pool()
+    worker = pool.worker()
+    for id_ in range(OPEN_EACH):
+        [command] = commands(flush(pool, id_ + 1)).values()
+        pool.do(ev.LinkCut(0, b"c"))
+        answer(pool, worker, command)
+        assert not pool.machine.questions.open
+    assert commands(flush(pool, 9, link=b"next"))
+    pool.do(ev.LinkCut(0, b"next"))
+    for _ in range(int(pool.machine.core.config.timing.update_inspect_s) + 2):
+        beat(pool, worker)
+    assert not pool.machine.questions.open, "a worker that does not answer keeps no place either"
+
+
 def test_a_client_that_only_scores_may_not_flush() -> None:
     assert FROM_CLIENT["control"] == "publisher"
 

@@ -36,14 +36,18 @@ CODES: dict[Who, set[str]] = {
     "coordinator killed": {"", "engine_error", "pool_down"},
 }
 LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 300}
-#: a program that asks for one thing, and says so
+#: a program that asks for one thing, and says when the coordinator has heard that
 CALLER = """
 import asyncio, sys
 from enginepool import Pool
 
 async def main():
     async with Pool.connect(sys.argv[1]) as pool:
-        await eval(sys.argv[2], {"pool": pool})
+        asked = asyncio.ensure_future(eval(sys.argv[2], {"pool": pool}))
+        await asyncio.sleep(0)  # it is sent ahead of the status
+        await pool.status()
+        print("there", flush=True)
+        await asked
 
 asyncio.run(main())
 """
@@ -70,7 +74,8 @@ class Shared:
         asked: asyncio.Task[Any] | None = None
         if who == "caller killed":
             command = [sys.executable, "-c", CALLER, self.daemon.address, call]
-            program = self.processes.keep(ForkedProcess(command, stdout=subprocess.DEVNULL), first=signal.SIGKILL)
+            program = self.processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True), first=signal.SIGKILL)
+            assert await asyncio.to_thread(program.stdout.readline) == "there\n"
         else:
             asked = asyncio.ensure_future(eval(call, {"pool": pool}))
             await asyncio.sleep(0)  # it is sent ahead of the status
@@ -142,11 +147,11 @@ def test_a_group_is_held_and_goes_on_when_a_process_is_lost(shared: Shared, hold
     run(shared, scene)
 
 
-@pytest.mark.parametrize("who", WHO[1:])
+@pytest.mark.parametrize("who", WHO)
 def test_a_flush_has_a_row_for_each_worker_when_a_process_is_lost(shared: Shared, who: Who) -> None:
     async def scene(pool: Pool) -> None:
         report = await shared.struck(pool, "pool.flush()", who, lambda _: True)
-        assert len(report.workers) == 2 and codes_of(report) <= CODES[who], report
+        assert report is None or (len(report.workers) == 2 and codes_of(report) <= CODES[who]), report
         await all_ready(pool, shared.daemon)
         assert codes_of(await pool.flush()) == {""}
 
