@@ -65,6 +65,16 @@ def test_a_worker_that_is_lost_or_silent_has_an_outcome_too() -> None:
     assert {row.code for row in report.workers} == {"engine_error", "deadline_exceeded"}
 
 
+def test_a_command_has_all_of_its_time_when_the_coordinator_stood_still() -> None:
+    pool = Pool()
+    worker = pool.worker()
+    [command] = commands(flush(pool)).values()
+    pool.now += 2 * pool.machine.core.config.timing.update_inspect_s
+    assert not reports(pool.do(ev.Tick(pool.now)))
+    [report] = reports(answer(pool, worker, command))
+    assert [row.code for row in report.workers] == [""]
+
+
 def beat(pool: Pool, link: bytes) -> list[Sent]:
     sent = pool.wait(1.0)
     return sent + pool.do(ev.WorkerHeard(0, link))

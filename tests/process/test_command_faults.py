@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -25,8 +25,9 @@ from tests.process.processes import Processes
 from tests.process.test_adapters import OPTIONS, check, folder
 from tests.process.test_generate import Streams, all_ready, prompt, workers_of
 
-Who = Literal["caller killed", "worker killed", "worker stopped", "coordinator killed"]
-WHO: tuple[Who, ...] = ("caller killed", "worker killed", "worker stopped", "coordinator killed")
+Who = Literal["caller killed", "worker killed", "worker stopped", "coordinator killed", "coordinator stopped"]
+WHO: tuple[Who, ...] = get_args(Who)
+SILENCE_S = 2.0
 #: of workers, in the report of a command meanwhile: one that was lost, or is not back at the next coordinator, or ended while
 #: it slept, and starts again when it is woken
 CODES: dict[Who, set[str]] = {
@@ -34,6 +35,7 @@ CODES: dict[Who, set[str]] = {
     "worker killed": {"", "engine_error", "pool_down"},
     "worker stopped": {"", "engine_error", "pool_down"},
     "coordinator killed": {"", "engine_error", "pool_down"},
+    "coordinator stopped": {""},
 }
 LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 300}
 #: a program that asks for one thing, and says when the coordinator has heard that
@@ -58,8 +60,9 @@ class Shared:
 
     def __init__(self, processes: Processes, directory: Path) -> None:
         self.processes, self.root = processes, directory / "root"
-        config = sim_pool(directory, options={**OPTIONS, "adapter_s": 0.3}, generates=True, silence_s=2.0)
-        group = msgspec.structs.replace(config.groups["g"], adapter_roots=[str(self.root)])
+        config = sim_pool(directory, options={**OPTIONS, "adapter_s": 0.3}, generates=True, silence_s=SILENCE_S)
+        roots = {"adapter_roots": [str(self.root)], "save_roots": [str(self.root)]}
+        group = msgspec.structs.replace(config.groups["g"], **roots)
         config = msgspec.structs.replace(config, groups={"g": group})
         self.daemon: Daemon = ForkedDaemon(processes, config).listening()
 
@@ -89,9 +92,16 @@ class Shared:
         elif who == "coordinator killed":
             await asyncio.to_thread(self.daemon.kill)
             self.daemon = await asyncio.to_thread(self.daemon.successor)
-        if who in ("caller killed", "coordinator killed"):
+        elif who == "coordinator stopped":
+            self.daemon.process.send_signal(signal.SIGSTOP)
+        if who in ("caller killed", "coordinator killed", "coordinator stopped"):
             os.kill(victim, signal.SIGCONT)
-        return await asked if asked is not None else None
+        if who == "coordinator stopped":
+            await asyncio.sleep(1.25 * SILENCE_S)
+            self.daemon.process.send_signal(signal.SIGCONT)
+        answer = await asked if asked is not None else None
+        assert who != "coordinator stopped" or victim in workers_of(self.daemon), "no worker is given up for that"
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +164,19 @@ def test_a_flush_has_a_row_for_each_worker_when_a_process_is_lost(shared: Shared
         assert report is None or (len(report.workers) == 2 and codes_of(report) <= CODES[who]), report
         await all_ready(pool, shared.daemon)
         assert codes_of(await pool.flush()) == {""}
+
+    run(shared, scene)
+
+
+def test_weights_are_saved_while_the_coordinator_stands_still(shared: Shared) -> None:
+    async def scene(pool: Pool) -> None:
+        victim = workers_of(shared.daemon)[0]
+        [name] = [one.name for one in (await pool.status()).groups[0].workers if one.pid == victim]
+        path = shared.root / "saved"
+        row = await shared.struck(
+            pool, f"pool.save_weights({str(path)!r}, worker={name!r})", "coordinator stopped", lambda _: True
+        )
+        assert (row.name, row.code) == (name, "") and [one.name for one in shared.root.glob("saved*")] == ["saved"]
 
     run(shared, scene)
 

@@ -213,6 +213,7 @@ class Machine:
         self.deadlines.extend(gap)
         self.weights.extend(gap)
         self.adapters.extend(gap)
+        self.questions.extend(gap)
         self._punctual_until += gap
 
     def _drain(self, e: ev.DrainAsked) -> None:

@@ -154,6 +154,11 @@ class FanOut:
                 if opened in self.open:  # the journal alone was late
                     self._close_if_done(opened)
 
+    def extend(self, gap: float) -> None:
+        """The coordinator stood still for so long."""
+        for opened in self.open:
+            opened.until += gap
+
     def _give_up(self, opened: OpenQuestion, worker: Worker, code: str, message: str) -> None:
         for task in [task for task, asked in opened.pending.items() if asked is worker]:
             opened.question.give_up(worker, code, message)
