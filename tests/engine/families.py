@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
+from tests.lazy import LazyModule
 
 cpu_bridge.install()
 torch: Any = importlib.import_module("torch")
-transformers: Any = importlib.import_module("transformers")
+transformers: Any = LazyModule("transformers")
 safetensors: Any = importlib.import_module("safetensors.torch")
 
 #: No multiple of 64, to which SGLang pads it.

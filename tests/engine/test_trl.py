@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 from enginepool import BlockingPool
-from enginepool.integrations import trl
-from enginepool.integrations.trl import PoolRollouts, PublishWeights, checkpoint_name
 from enginepool.trainer.tensors import make_plan
 from tests.engine.families import torch, transformers
 from tests.engine.reference import Models
+from tests.lazy import LazyModule
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
 from tests.wire.generating_coordinator import GeneratingCoordinator
+
+trl: Any = LazyModule("enginepool.integrations.trl")
 
 pytestmark = pytest.mark.engine
 ARGS: dict[str, Any] = {
@@ -49,7 +50,7 @@ def test_equal_prompts_in_a_row_become_one_request_with_the_parameters_of_the_tr
     )
     chat = [{"role": "user", "content": "Who?"}]
     with BlockingPool.connect(coordinator.address) as pool:
-        made = PoolRollouts(pool, group="policy", temperature=0.5)(["Paris", "Paris", chat, chat, chat, "Paris"], trainer)
+        made = trl.PoolRollouts(pool, group="policy", temperature=0.5)(["Paris", "Paris", chat, chat, chat, "Paris"], trainer)
     ids = tokenizer("Paris")["input_ids"]
     rendered = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
     assert made["prompt_ids"] == [ids, ids, rendered, rendered, rendered, ids]
@@ -75,7 +76,7 @@ def test_equal_prompts_in_a_row_become_one_request_with_the_parameters_of_the_tr
     ],
 )
 def test_a_tensor_of_an_adapted_model_has_its_name_in_the_checkpoint(name: str, expected: str | None) -> None:
-    assert checkpoint_name(name) == expected
+    assert trl.checkpoint_name(name) == expected
 
 
 class Sent:
@@ -120,14 +121,14 @@ class Adapted(Module):
 
 
 def test_adapters_are_merged_while_the_weights_are_sent_also_if_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl, "BlockingWeightPublisher", Sent)
+    monkeypatch.setattr("enginepool.integrations.trl.BlockingWeightPublisher", Sent)
     model = Adapted()
     before = model.base_model["model"]["proj"]["base_layer"].weight.detach().clone()
 
     def rename(name: str, tensor: Any) -> str | None:
         return None if name == "norm.bias" else name
 
-    callback = PublishWeights(None, group="policy", rename=rename, retry_timeout=5.0)
+    callback = trl.PublishWeights(None, group="policy", rename=rename, retry_timeout=5.0)
     callback.on_train_begin(None, None, None, model=model)
     sent: Any = callback._publisher  # pyright: ignore[reportPrivateUsage]
     assert sorted(sent.tensors) == ["norm.weight", "proj.weight"] and callback.version == 7
@@ -156,7 +157,7 @@ def test_an_update_that_is_aborted_by_the_death_of_a_worker_is_tried_again(proce
     with BlockingPool.connect(daemon.address) as pool:
         pool.ready(PATIENCE_S)
         publishing: Any = {**OPTIONS, "retry_timeout": PATIENCE_S, "rename": rename}
-        callback = PublishWeights(pool, **publishing)
+        callback = trl.PublishWeights(pool, **publishing)
         callback.on_train_begin(None, None, None, model=model)
         victims += [worker.pid for worker in pool.status().groups[0].workers]
         callback.on_step_end(None, None, None, model=model)
@@ -167,13 +168,13 @@ def test_an_update_that_is_aborted_by_the_death_of_a_worker_is_tried_again(proce
 
 def test_a_model_of_peft_is_published_as_its_merged_checkpoint(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
     peft: Any = importlib.import_module("peft")
-    monkeypatch.setattr(trl, "BlockingWeightPublisher", Sent)
+    monkeypatch.setattr("enginepool.integrations.trl.BlockingWeightPublisher", Sent)
     plain = transformers.AutoModelForCausalLM.from_pretrained(models.causal, dtype=torch.float32)
     names = set(plain.state_dict())
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(plain, config)
     torch.nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
-    callback = PublishWeights(None)
+    callback = trl.PublishWeights(None)
     callback.publish(model)
     sent: Any = callback._publisher  # pyright: ignore[reportPrivateUsage]
     merged = copy.deepcopy(model).merge_and_unload().state_dict()

@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from enginepool.cli.chat import Conversation, printable, talk
 from enginepool.cli.cli_errors import CommandFailed
+from tests.lazy import LazyModule
+
+openai: Any = LazyModule("openai")
 
 
 class Stream(AbstractContextManager["Stream"]):
@@ -61,7 +63,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 
 def failed(message: str) -> Exception:
-    return openai.APIError("", request=Any, body={"message": message})  # pyright: ignore[reportArgumentType]
+    return openai.APIError("", request=Any, body={"message": message})
 
 
 def test_each_line_is_a_message_until_one_ends_the_talk(
