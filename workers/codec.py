@@ -28,7 +28,7 @@ from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
 from enginepool.protocol.row_labels import check_row_labels, has_row_labels
 from enginepool.workers.engine import BatchOutcome, EngineError, Floats, GenerationTask, Ids, RowBatch, RowPart, TaskMedium
 from enginepool.workers.events import Frame
-from enginepool.workers.texts import TextIds, TextTask
+from enginepool.workers.texts import TextIds, TextTask, common_prefix
 
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
 _COPY_BELOW = 1 << 16
@@ -196,17 +196,20 @@ def _ends(lengths: Frame) -> list[int]:
     return [0, *np.cumsum(np.frombuffer(lengths, np.uint32), dtype=np.int64).tolist()]
 
 
-def encode_ids(task: TaskId, found: TextIds) -> tuple[Tokenized, tuple[Frame, ...]]:
-    """The answer to a tokenizing task, with `items` and `item_lengths`."""
+def encode_ids(task: TaskId, found: TextIds, *, share: bool = False) -> tuple[Tokenized, tuple[Frame, ...]]:
+    """The answer to a tokenizing task, with `items` and `item_lengths`; to `share`, with a `query` that all rows begin with."""
     rows = found.rows
     if not rows:
         return Tokenized(task, labels=found.labels), ()
-    ids = np.fromiter((token for row in rows for token in row), np.int32)
-    specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
-    return Tokenized(task, specs, truncated=found.truncated, labels=found.labels), (
-        ids.tobytes(),
-        np.fromiter(map(len, rows), np.uint32).tobytes(),
-    )
+    query = common_prefix(rows) if share else 0
+    ids = np.fromiter((token for row in rows for token in row[query:]), np.int32)
+    lengths = np.fromiter((len(row) - query for row in rows), np.uint32)
+    specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", lengths.shape)]
+    frames: tuple[Frame, ...] = (ids.tobytes(), lengths.tobytes())
+    if query:
+        specs.insert(0, FrameSpec("query", "int32", (query,)))
+        frames = (np.array(rows[0][:query], np.int32).tobytes(), *frames)
+    return Tokenized(task, specs, truncated=found.truncated, labels=found.labels), frames
 
 
 def encode_texts(task: TaskId, texts: Sequence[str]) -> tuple[Tokenized, tuple[Frame, ...]]:

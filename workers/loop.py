@@ -321,7 +321,10 @@ class WorkerProcess:
             texts = await self.engine.decode(rows, skip_special_tokens=run.task.skip_special_tokens)
             return encode_texts(task, texts)
         try:
-            return encode_ids(task, await self.engine.tokenize(decode_texts(run.task, run.frames)))
+            found = await self.engine.tokenize(decode_texts(run.task, run.frames))
+            # A model with a separator looks ahead, from the query into the item: it computes every row in full.
+            can = self.machine.capabilities
+            return encode_ids(task, found, share=run.task.share and can is not None and can.separator is None)
         except WireError as error:
             return Tokenized(task, code=error.code, message=error.message, field=error.field, limit=error.limit), ()
 

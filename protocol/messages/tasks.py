@@ -57,7 +57,8 @@ class Done(Message, tag="done"):
 
 
 class Tokenized(Message, tag="tokenized"):
-    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item. Of token ids
+    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item; with `share`
+    maybe a frame `query` int32 before them, which all rows begin with, and of each row what follows it. Of token ids
     that were decoded: frames `texts` utf8 and `text_lengths` uint32, one row for each row.
 
     `truncated`: how many rows were cut. `labels`: the tokens of the labels, as many as were asked for. Without frames in the
@@ -108,7 +109,8 @@ class Tokenize(Message, tag="tokenize"):
     `truncation`: of items in rows of more than `longest` tokens. `labels`: texts that are one token each. Rows of ids that have
     such labels are not sent: then there are no frames. `chat`: items are chats.
     Of `operation` `decode` the frames are token ids, whose texts are wanted; `skip_special_tokens`: without special tokens.
-    `add_special_tokens`: of `operation` `tokenize`, rows have those that the tokenizer adds."""
+    `add_special_tokens`: of `operation` `tokenize`, rows have those that the tokenizer adds. `share`: the tokens that all rows
+    begin with may be answered once, as a query."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -121,3 +123,4 @@ class Tokenize(Message, tag="tokenize"):
     chat: ChatTemplate | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
+    share: bool = False

@@ -33,11 +33,12 @@ from enginepool.protocol.messages import (
     StatusReport,
     Tokenize,
 )
-from enginepool.workers.codec import decode_batch, encode_outcome
+from enginepool.workers.codec import decode_batch, encode_ids, encode_outcome
 from enginepool.workers.engine import RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
+from enginepool.workers.texts import TextIds
 from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, text, texts
 from tests.core.test_sim_engine import work as run
 
@@ -114,11 +115,11 @@ def test_a_request_within_the_limits_that_the_status_names_is_served_and_another
         and (work.text or work.longest <= limits.context)
         and work.part.hidden <= limits.hidden
         and work.text <= limits.text
-        and (not limits.max_item or (work.shared > 0 and work.longest - work.shared <= limits.max_item))
+        and (work.text or not limits.max_item or (work.shared > 0 and work.longest - work.shared <= limits.max_item))
     )
     served = isinstance(classes_of(work, plain, packed, expected), int)
     assert served or not within
-    if not (plain and packed):
+    if not (plain and packed) and not (work.text and work.part.hidden):
         assert served == within
 
 
@@ -234,6 +235,49 @@ def test_a_higher_priority_is_next_whichever_class_serves_it() -> None:
     assert (sent.link, priority_of(sent)) == (b"plain", 2)
 
 
+def answered(pool: Pool, sent: Sent, query: list[int], *items: list[int]) -> list[Sent]:
+    """A worker has tokenized a text whose rows all begin with `query`."""
+    assert isinstance(sent.message, Tokenize)
+    answer, frames = encode_ids(sent.message.task, TextIds([query + item for item in items]), share=sent.message.share)
+    return pool.do(ev.TextTokenized(0, sent.link, answer.task, answer.frames, frames))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_text_is_packed_after_the_tokens_that_its_rows_begin_with(plain: bool) -> None:
+    """Also in a group of packed workers alone, and where the item comes first."""
+    for item_first in (False, True):
+        pool = Pool()
+        client = pool.client()
+        pool.worker("packed", can=PACKED)
+        if plain:
+            pool.worker("plain")
+        content = text("a", ["b", "c", "d"])
+        content = msgspec.structs.replace(content, part=msgspec.structs.replace(content.part, item_first=item_first))
+        (asked_of,) = pool.submit(client, 1, content)
+        (sent,) = answered(pool, asked_of, [1, 2, 3], [4], [5, 6], [7])
+        assert sent.link == b"packed" and isinstance(sent.message, Batch)
+        assert [spec.shape for spec in sent.message.parts[0].frames] == [(3,), (4,), (3,)]
+        assert not sent.message.parts[0].item_first
+        assert pool.machine.core.groups["g"].workers["packed"].cost == 3 + 1 + 4 + 3
+        pool.finish_all()
+        assert results(pool.sent)[1].usage.tokens == 3 * 3 + 4
+
+
+def test_text_whose_rows_begin_with_different_tokens_is_for_plain_workers() -> None:
+    for alone in (False, True):
+        pool = Pool()
+        client = pool.client()
+        pool.worker("packed", can=PACKED)
+        if not alone:
+            pool.worker("plain")
+        (asked_of,) = pool.submit(client, 1, text("", ["b", "c"]))
+        sent = answered(pool, asked_of, [], [4], [5, 6])
+        if alone:
+            assert (failures(sent)[1].field, failures(sent)[1].code) == ("query", "bad_request")
+        else:
+            assert who(sent) == [b"plain"]
+
+
 # --- batches and costs -------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +335,6 @@ def test_a_large_request_is_cut_where_the_sequences_of_a_batch_end() -> None:
         (shared(5, 5, 0), "items[1]", "50"),
         (shared(5, 5, 51), "items[1]", "50"),
         (shared(60, 5, 5, 39), "items[2]", "38"),
-        (text("a", ["b"]), "query", ""),
         (shared(10, 5, labels=(1000,)), "labels", "1000"),
         (shared(10, 5, hidden=True), "hidden", "0"),
     ],

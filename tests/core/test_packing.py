@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.protocol.messages import Capabilities, Part
+from enginepool.protocol.messages import Batch, Capabilities, Part
 from enginepool.protocol.packing import Packing, sequences
+from enginepool.workers.codec import decode_batch, encode_ids
 from enginepool.workers.engine import EngineError, RowPart
 from enginepool.workers.packed import packed_cost, refuse_unpackable
 from enginepool.workers.sglang.score.prompts import packed_prompts
+from enginepool.workers.texts import TextIds, common_prefix
 
 CAN = Capabilities("causal", 1000, 20, 100, 8, 200, 16, max_item=9)
 D = 999
@@ -128,3 +130,22 @@ def test_an_answer_of_another_number_of_delimiters_is_an_error() -> None:
     parts = [part([1], [[2], [3]])]
     with pytest.raises(EngineError, match="2 of 3 delimiters"):
         packed_prompts(parts, 20, D).take_apart([[0, 1]], 1)
+
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@given(st.lists(st.integers(0, 2), max_size=4), ROWS)
+def test_the_query_of_a_text_is_all_that_its_rows_begin_with_and_every_row_stays_what_it_was(
+    beginning: list[int], ends: list[list[int]]
+) -> None:
+    rows = [beginning + end for end in ends]
+    query = common_prefix(rows)
+    assert len({tuple(row[:query]) for row in rows}) == 1
+    assert all(len(row) > query for row in rows), "each row has an item"
+    assert min(map(len, rows)) == query + 1 or len({row[query] for row in rows}) > 1, "a longer one is none"
+    for share in (True, False):
+        answer, frames = encode_ids((5, 1), TextIds(rows), share=share)
+        batch = decode_batch(Batch((5, 2), [Part(answer.frames)]), frames)
+        assert batch.parts[0].prompts() == rows
+        assert batch.parts[0].query.size == (query if share else 0)

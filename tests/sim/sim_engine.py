@@ -8,11 +8,11 @@ from typing import Protocol
 
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize, Tokenized
+from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize
 from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
 from enginepool.protocol.packing import sequences
-from enginepool.workers.codec import encode_texts, failed
+from enginepool.workers.codec import encode_ids, encode_texts, failed
 from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import (
     CommandDone,
@@ -25,6 +25,7 @@ from enginepool.workers.events import (
     WorkDone,
     WorkerEvent,
 )
+from enginepool.workers.texts import TextIds
 from tests.sim.adapting import digest_of
 from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, LOGPROBS, prompts_of, rows_of, salt_of, score_rows
@@ -431,9 +432,8 @@ class SimEngine:
             answer = failed(run.task, "the tokenizer refused the text", "engine_error", self.version)
             self.host.post(WorkDone(now, task, answer))
         else:
-            lengths = array("I", [len(row) for row in rows]).tobytes()
-            specs = [FrameSpec("items", "int32", (len(flat),)), FrameSpec("item_lengths", "uint32", (len(rows),))]
-            self.host.post(WorkDone(now, task, Tokenized(task, specs), (array("i", flat).tobytes(), lengths)))
+            share = run.task.share and self.profile.can.separator is None
+            self.host.post(WorkDone(now, task, *encode_ids(task, TextIds(rows), share=share)))
 
 
 def _most(run: RunBatch, can: Capabilities) -> int:

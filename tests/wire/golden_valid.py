@@ -697,6 +697,7 @@ def _to_client() -> list[Valid]:
 def _from_worker() -> list[Valid]:
     way = "worker-coordinator"
     tokens = (ids("items", 2, 73, 115, 2, 74), lengths("item_lengths", 3, 2))
+    shared = (ids("query", 2), ids("items", 73, 115, 74), lengths("item_lengths", 2, 1))
     first = floats("scores", (1, 2), 0.75, 0.25)
     second = floats("scores", (2, 1), 0.125, 1.0)
     reward = floats("scores", (1, 1), -1.5)
@@ -896,6 +897,13 @@ def _from_worker() -> list[Valid]:
             tokens,
         ),
         Valid(
+            "tokenized-shared",
+            way,
+            "the answer to `tokenize-share`: both rows begin with the query",
+            {"type": "tokenized", "task": [EPOCH, 15], "frames": _specs(*shared)},
+            shared,
+        ),
+        Valid(
             "tokenized-decode",
             way,
             "two rows of texts",
@@ -1084,6 +1092,13 @@ def _to_worker() -> list[Valid]:
             way,
             "the text of `score-text`",
             {"type": "tokenize", "task": [EPOCH, 4], "frames": _specs(*words)},
+            words,
+        ),
+        Valid(
+            "tokenize-share",
+            way,
+            "what all rows begin with may be answered as a query",
+            {"type": "tokenize", "task": [EPOCH, 15], "frames": _specs(*words), "share": True},
             words,
         ),
         Valid(

@@ -76,6 +76,8 @@ class Operation(Protocol[W]):
     name: str
     #: what truncation cuts
     truncates: Literal["items", "query"] = "items"
+    #: the tokens that all rows of a text begin with may be computed once
+    shares: bool = False
     #: a worker's tokenizer answers it, and no engine runs it: workers of all kinds serve it
     of_tokenizer: bool = False
 

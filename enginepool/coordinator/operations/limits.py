@@ -16,7 +16,7 @@ def limits_of(
     if packed is None or plain_expected:
         return None
     longest = longest_row(packed) - 2
-    return _limits(packed, context=longest, items=items, text=False, max_item=min(packed.max_item, longest - 1))
+    return _limits(packed, context=longest, items=items, max_item=min(packed.max_item, longest - 1))
 
 
 def _limits(can: Capabilities, **limits: Any) -> GroupLimits:

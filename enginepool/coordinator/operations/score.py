@@ -37,6 +37,7 @@ class ScoreOperation(Operation[ScoreWork]):
     """Rows of query and item, scored."""
 
     name = "score"
+    shares = True
 
     def open(self, message: Score, frames: Sequence[Buffer]) -> ScoreWork:
         labels, chat, temperature = message.labels, message.chat, message.temperature
@@ -153,7 +154,8 @@ class ScoreOperation(Operation[ScoreWork]):
 
     def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
         frames = work.part.frames if work.of_text else []
-        return Tokenize(task, frames, work.part.item_first, work.raw, labels=list(work.label_texts), chat=work.chat)
+        labels, share = list(work.label_texts), self.shares and work.of_text
+        return Tokenize(task, frames, work.part.item_first, work.raw, labels=labels, chat=work.chat, share=share)
 
 
 def _check_labels(message: Score) -> int:

@@ -32,6 +32,8 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
         return classes_of(work, plain, None, PLAIN) if expected & PLAIN else _unserved(work, packed)
     if wrong := operation.refuse(work, packed, alone=False):
         return wrong
+    if not expected & PLAIN and work.text and operation.knows_outputs(work, packed):
+        return PACKED  # Its ids may be packed.
     if not expected & PLAIN:
         return PACKED if operation.packs(work, packed) else operation.why_not_packed(work, packed)
     wrong = None
