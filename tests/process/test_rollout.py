@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from enginepool import Generation, Pool, RolloutGroup, WeightPublisher
+from enginepool import Generation, Pool, RolloutGroup, WeightPublisher, errors
 from enginepool.client.media import media_of
 from enginepool.client.rewards import prompt_of
 from enginepool.config import GroupConfig
@@ -34,22 +34,35 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 100}
 #: one in so many tokens ends a sample
 END_EVERY = 60
 PROMPTS, N = 24, 3
+#: of a publisher that tries again
+PATIENT: dict[str, Any] = {**OPTIONS, "retry_timeout": PATIENCE_S}
+#: the reward group's engine refuses what has this token, which no sample has
+REFUSED = VOCAB
 
 
 def rewarding(processes: Processes, directory: Path, **more: Any) -> Daemon:
     """Two workers that generate, and one that scores."""
     engine = {**GENERATES, "forward_s": 0.005, "end_every": END_EVERY, **more}
     config = sim_pool(directory, options=engine, generates=True, silence_s=2.0, client_silence_s=3.0)
-    judge = GroupConfig(model="sim", engine="sim", options={"kind": "classifier", "vocab": VOCAB})
+    refuses = {"faults": [{"kind": "error", "on_token": REFUSED}]}
+    judge = GroupConfig(model="sim", engine="sim", options={"kind": "classifier", "vocab": VOCAB + 1, **refuses})
     return ForkedDaemon(processes, msgspec.structs.replace(config, groups={**config.groups, "judge": judge})).listening()
 
 
 def check(group: RolloutGroup, digests: dict[int, str] | None = None) -> None:
     """Its samples are those of an undisturbed run, and so are their rewards. Samples that begin again may change places."""
-    assert len(group.samples) == N and not group.errors, group.errors
+    assert not group.errors, group.errors
+    check_samples(group, digests)
+    ids: Any = prompt_of(group.prompt)
+    for one, reward in zip(group.samples, group.rewards, strict=True):
+        assert reward == np.float32(expected_scores(ids, [one.token_ids.tolist()], classes=1)["scores"][0, 0])
+
+
+def check_samples(group: RolloutGroup, digests: dict[int, str] | None = None) -> None:
+    assert len(group.samples) == N
     ids: Any = prompt_of(group.prompt)
     images: Any = media_of(group.prompt).get("images", ())
-    for one, reward in zip(group.samples, group.rewards, strict=True):
+    for one in group.samples:
         named: Any = {"spans": one.spans, "digests": digests, "vocab": VOCAB, "end_every": END_EVERY}
         runs = [expected_output(with_media(ids, *images), Sampling(**SAMPLING), sample=k, **named) for k in range(N)]
         assert one.logprobs is not None
@@ -57,7 +70,6 @@ def check(group: RolloutGroup, digests: dict[int, str] | None = None) -> None:
         # Two samples that begin with the same token by chance differ in its logprob alone.
         assert any(run[0] == tokens and np.allclose(given, run[1], rtol=1e-5, atol=0) for run in runs)
         assert one.workers and sum(count for _, count in one.spans) == len(tokens)
-        assert reward == np.float32(expected_scores(ids, [tokens], classes=1)["scores"][0, 0])
 
 
 async def ready(pool: Pool) -> list[int]:
@@ -187,18 +199,22 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         ("in_place", "g", signal.SIGKILL),
         ("abort", "g", signal.SIGKILL),
         ("retract", "judge", signal.SIGKILL),
+        ("abort", "judge", signal.SIGKILL),
+        ("in_place", "judge", signal.SIGSTOP),
     ],
 )
 def test_a_process_that_is_lost_and_new_weights_change_no_sample_and_no_reward(
     shared: Shared, mode: Any, who: str, sign: Any
 ) -> None:
+    groups = list[RolloutGroup]()
+
     async def disturb(pool: Pool) -> None:
-        """While weights arrive, where there are some."""
+        """While weights arrive, where there are some. More come until they have met samples; with `drain` they meet none."""
         if not mode:
             await shared.strike(pool, who, sign)
             return
         new = (await pool.weights("g")).version + 1
-        async with WeightPublisher(pool, group="g", **OPTIONS) as publisher:
+        async with WeightPublisher(pool, group="g", **PATIENT) as publisher:
             handle = await publisher.start(some_weights(new), new, in_flight=mode)
             finish = asyncio.create_task(handle.finish())
             while who and handle.phase != "load" and not finish.done():
@@ -206,6 +222,11 @@ def test_a_process_that_is_lost_and_new_weights_change_no_sample_and_no_reward(
             if who:
                 await shared.strike(pool, who, sign)
             await finish
+            while mode != "drain" and not any(map(mixed, groups)):
+                taken, new = len(groups), new + 1
+                await publisher.publish(some_weights(new), new, in_flight=mode)
+                while len(groups) == taken:
+                    await asyncio.sleep(0.01)
 
     async def scene() -> None:
         async with Pool.connect(shared.daemon.address) as pool:
@@ -213,21 +234,90 @@ def test_a_process_that_is_lost_and_new_weights_change_no_sample_and_no_reward(
             over = asyncio.Event()
             rows = itertools.takewhile(lambda _: not over.is_set(), itertools.cycle(ROWS))
             rollout = pool.rollout(rows, N, reward="judge", group="g", max_in_flight=PROMPTS, **SAMPLING)
-            groups = await rollout.take(1)
-            rest = asyncio.create_task(rollout.result())
-            await disturb(pool)
-            over.set()
-            groups += await rest
-            history = (await pool.weights("g")).history
-            digests = {0: "", **{one.version: one.digest for one in history if one.outcome == "committed"}}
+            groups.extend(await rollout.take(1))
+            async with asyncio.TaskGroup() as tasks:
+                disturbing = tasks.create_task(disturb(pool))
+                disturbing.add_done_callback(lambda _: over.set())
+                async for group in rollout:
+                    groups.append(group)
+            digests = await committed_in(pool)
             for group in groups:
                 check(group, digests)
             assert sorted(group.index for group in groups) == [*range(len(groups))]
-            several = any(len(sample.spans) > 1 for group in groups for sample in group.samples)
-            assert several == (mode not in ("", "drain")), "weights arrived while samples were generated"
+            assert any(map(mixed, groups)) == (mode not in ("", "drain")), "weights arrived while samples were generated"
             await ready(pool)
 
     run(scene)
+
+
+def without_reward(sample: Generation) -> bool:
+    return int(sample.token_ids.sum()) % 5 == 0
+
+
+async def reward_function(_: Any, sample: Generation) -> float:
+    await asyncio.sleep(0.01)
+    if without_reward(sample):
+        raise ValueError("no reward")
+    return 1.0
+
+
+def rewarded_row(row: Any, sample: Generation) -> tuple[Any, Any]:
+    return prompt_of(row), [REFUSED] if without_reward(sample) else sample.token_ids
+
+
+@pytest.mark.parametrize("reward", ["function", "group"])
+def test_rewards_that_fail_while_weights_change_are_errors_of_their_groups_and_no_sample_is_too_old(
+    shared: Shared, reward: str
+) -> None:
+    options: dict[str, Any] = (
+        {"reward": reward_function} if reward == "function" else {"reward": "judge", "to_row": rewarded_row}
+    )
+    failure = ValueError if reward == "function" else errors.EngineFailed
+    groups, over = list[RolloutGroup](), asyncio.Event()
+
+    async def publish(pool: Pool) -> None:
+        modes: Any = itertools.cycle(("in_place", "abort", "retract"))
+        async with WeightPublisher(pool, group="g", **OPTIONS) as publisher:
+            new = (await pool.weights("g")).version
+            while not over.is_set():
+                new += 1
+                await publisher.publish(some_weights(new), new, in_flight=next(modes))
+                taken = len(groups)
+                while len(groups) < taken + 4:  # samples of each version are seen
+                    await asyncio.sleep(0.01)
+
+    async def scene() -> None:
+        async with Pool.connect(shared.daemon.address) as pool:
+            await ready(pool)
+            rollout = pool.rollout(itertools.cycle(ROWS), N, group="g", max_staleness=2, max_in_flight=8, **options, **SAMPLING)
+            async with rollout, asyncio.TaskGroup() as tasks:
+                publishing = tasks.create_task(publish(pool))
+                while not publishing.done():
+                    committed = (await pool.weights("g")).version
+                    [group] = await rollout.take(1)
+                    assert all(one.spans[0][0] >= committed - 2 for one in group.samples)
+                    groups.append(group)
+                    if sum(map(mixed, groups)) > 3 and any(one.errors for one in groups):
+                        over.set()
+            digests = await committed_in(pool)
+            for group in groups:
+                check_samples(group, digests)
+                failed = [without_reward(one) for one in group.samples]
+                assert np.isnan(group.rewards).tolist() == failed
+                assert len(group.errors) == sum(failed) and all(isinstance(error, failure) for error in group.errors)
+            await ready(pool)
+
+    run(scene)
+
+
+async def committed_in(pool: Pool) -> dict[int, str]:
+    """The digests of the versions."""
+    return {0: "", **{one.version: one.digest for one in (await pool.weights("g")).history if one.outcome == "committed"}}
+
+
+def mixed(group: RolloutGroup) -> bool:
+    """Weights arrived while its samples were generated."""
+    return any(len(sample.spans) > 1 for sample in group.samples)
 
 
 def test_a_rollout_whose_program_is_killed_is_taken_back_and_the_next_one_is_served(shared: Shared) -> None:
