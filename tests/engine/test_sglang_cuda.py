@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPa
 from enginepool.workers.packed import packed_cost
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
+from tests.engine.test_sglang_generate import CONTEXT, check_profile, check_saved
 from tests.engine.test_sglang_scores import VOCAB, declared, full_batch, part_of, random_batch, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -195,3 +197,32 @@ def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbor_runs(packed: H
     refused, scored = outcome.parts
     assert isinstance(refused, EngineError)
     assert isinstance(scored, dict)
+
+
+# --- one that generates ------------------------------------------------------------------------------------------------
+
+GENERATES: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "options": {
+        "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2, "context_length": CONTEXT,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def generating(models: Models) -> Iterator[HostedEngine]:
+    hosted = HostedEngine(str(models.causal), operations=("generate",), **GENERATES)
+    yield hosted.wait_until_started()
+    hosted.end()
+
+
+def test_a_profile_has_the_operators_and_the_kernels_that_ran_meanwhile(generating: HostedEngine, tmp_path: Path) -> None:
+    check_profile(generating, tmp_path, {"cpu_op", "kernel"})
+
+
+def test_an_engine_that_starts_on_saved_weights_generates_the_same(
+    generating: HostedEngine, models: Models, tmp_path: Path
+) -> None:
+    """The same kernels compute both: they differ by less than two values of bfloat16 do."""
+    check_saved(generating, models.causal, tmp_path, BFLOAT16 / 10, **GENERATES)

@@ -559,48 +559,64 @@ def test_an_operation_that_is_not_the_models_is_refused_by_name(
     engine.end()
 
 
-@pytest.mark.every_version
-def test_a_profile_has_the_operators_that_ran_meanwhile(generating: HostedEngine, tmp_path: Path) -> None:
-    def traces(folder: Path) -> list[set[str]]:
+def check_profile(engine: HostedEngine, directory: Path, categories: set[str]) -> None:
+    """A profile of an engine has the operators that ran meanwhile, and events of these categories; the engine serves on."""
+
+    def traces(folder: Path) -> list[list[dict[str, Any]]]:
         texts = [gzip.decompress(file.read_bytes()) for file in folder.glob("*.trace.json.gz")]
-        return [{event.get("name", "") for event in json.loads(text)["traceEvents"]} for text in texts]
+        return [json.loads(text)["traceEvents"] for text in texts]
 
     for steps in (0, 3):
-        folder = tmp_path / str(steps)
-        generating.call("do", "profiler.start", str(folder), steps)
-        one(generating, task(max_new_tokens=8, ignore_eos=True))
+        folder = directory / str(steps)
+        engine.call("do", "profiler.start", str(folder), steps)
+        one(engine, task(max_new_tokens=8, ignore_eos=True))
         assert bool(traces(folder)) == (steps > 0), "it ends by itself after so many forwards"
-        generating.call("do", "profiler.stop")
-        [names] = traces(folder)
-        assert {"aten::mm", "aten::linear"} & names
-    generating.call("do", "profiler.start", str(tmp_path / "0"), 0)
-    generating.call("do", "profiler.stop")
+        engine.call("do", "profiler.stop")
+        [events] = traces(folder)
+        assert {"aten::mm", "aten::linear"} & {event.get("name", "") for event in events}
+        assert categories <= {event.get("cat", "") for event in events}
+    engine.call("do", "profiler.start", str(directory / "0"), 0)
+    engine.call("do", "profiler.stop")
     with pytest.raises(EngineError, match=r"SGLang did not stop its profiler: .*not in progress"):
-        generating.call("do", "profiler.stop")
-    assert one(generating, task()).reason
+        engine.call("do", "profiler.stop")
+    assert one(engine, task()).reason
+
+
+def check_saved(engine: HostedEngine, model: Path, directory: Path, atol: float, **settings: Any) -> None:
+    """An engine of these settings that starts on the weights that `engine` saves generates the same."""
+
+    def generated(by: HostedEngine) -> list[Continued]:
+        """One after the other, and each computed as a whole."""
+        by.call("do", "flush")
+        return [one(by, task(prompt, logprobs=True, ignore_eos=True)) for prompt in PROMPTS]
+
+    saved = directory / "saved"
+    saving = WeightSaving(Hosted(engine), [str(directory)], "g", str(model))  # type: ignore[arg-type]
+    assert asyncio.run(saving.run(Command((1, 1), "save", path=str(saved)))).startswith("version 0: 5 files, ")
+    settings["options"] = {**settings["options"], "load_format": "sharded_state"}
+    fresh = HostedEngine(str(saved), operations=("generate",), **settings)
+    try:
+        fresh.wait_until_started()
+        for first, again in zip(generated(engine), generated(fresh), strict=True):
+            assert first.tokens == again.tokens
+            np.testing.assert_allclose(first.logprobs, again.logprobs, rtol=1e-5, atol=atol)
+        assert declared(fresh).features == declared(engine).features
+        with pytest.raises(OnlyAtStart, match="not loaded from a checkpoint's tensors"):
+            fresh.call("do", "model_tensors")
+    finally:
+        fresh.end()
+
+
+@pytest.mark.every_version
+def test_a_profile_has_the_operators_that_ran_meanwhile(generating: HostedEngine, tmp_path: Path) -> None:
+    check_profile(generating, tmp_path, {"cpu_op"})
 
 
 @pytest.mark.every_version
 def test_an_engine_that_starts_on_saved_weights_generates_the_same(
     generating: HostedEngine, models: Models, tmp_path: Path
 ) -> None:
-    tasks = [task(prompt, logprobs=True, ignore_eos=True) for prompt in PROMPTS]
-    model = tmp_path / "saved"
-    saving = WeightSaving(Hosted(generating), [str(tmp_path)], "g", str(models.causal))  # type: ignore[arg-type]
-    assert asyncio.run(saving.run(Command((1, 1), "save", path=str(model)))).startswith("version 0: 5 files, ")
-    engine = HostedEngine(
-        str(model), operations=("generate",), options={"context_length": CONTEXT, "load_format": "sharded_state"}
-    )
-    try:
-        engine.wait_until_started()
-        for [first], [again] in zip(run(generating, *tasks), run(engine, *tasks), strict=True):
-            assert first.tokens == again.tokens
-            np.testing.assert_allclose(first.logprobs, again.logprobs, rtol=1e-5)
-        assert declared(engine).features == declared(generating).features
-        with pytest.raises(OnlyAtStart, match="not loaded from a checkpoint's tensors"):
-            engine.call("do", "model_tensors")
-    finally:
-        engine.end()
+    check_saved(generating, models.causal, tmp_path, atol=0.0, options={"context_length": CONTEXT})
 
 
 class Hosted:
