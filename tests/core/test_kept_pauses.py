@@ -128,6 +128,26 @@ def test_a_pause_that_was_undone_with_another_one_is_not_confirmed() -> None:
     assert rows(obey(pool, pause(pool, "in_place", id=3))) == [("w1", ""), ("w2", "")]
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 3, 2), (3, 2, 1), (2, 3, 1), (3, 1, 2)])
+def test_pauses_of_several_modes_that_overlap_and_all_fail_leave_the_group_as_it_was(order: tuple[int, ...]) -> None:
+    pool, _, [task] = begun(3)
+    modes: list[RunningGenerations] = ["in_place", "retract", "in_place"]
+    asked = {id_: commands(pause(pool, modes[id_ - 1], id=id_)) for id_ in sorted(order)}
+    kept(pool)
+    resumed: list[Command] = []
+    for id_ in order:
+        sent = [
+            one
+            for link, command in asked[id_].items()
+            for one in pool.do(ev.WorkerSaid(0, link, Commanded(command.task, "engine_error", "no")))
+        ]
+        resumed += commands(sent).values()
+        assert rows([*sent, *kept(pool)]) == [("w1", "engine_error"), ("w2", "engine_error")]
+    assert not pool.machine.core.groups["g"].holds.paused
+    assert [one.command for one in resumed] == ["resume"] * 2, "once, at each worker"
+    assert outputs(pool.step(task.link, (task, 0, 1, [8], "stop")))[1][1] == [[7, 8]]
+
+
 def test_generations_of_a_worker_that_is_lost_in_a_pause_wait_in_the_queue() -> None:
     pool, links, [task] = begun(3)
     [other] = [link for link in links if link != task.link]

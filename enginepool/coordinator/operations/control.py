@@ -56,7 +56,9 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
             core.refuse(e.link, message.id, "pool_down", text, field="group")
             return
         message = replace(message, worker=min(ready, key=lambda worker: worker.busy).name)
-    commands = Commands(group, message, holding)
+    earlier = (one.question for one in reversed(fan_out.open))
+    pause = next((one for one in earlier if isinstance(one, Commands) and one.pauses(group)), None)
+    commands = Commands(group, message, holding, pause)
     unwritten = _hold(holding, group, message)
     seconds = SAVE_S if message.command == "save" else core.config.timing.update_inspect_s
     fan_out.begin(e.link, commands, commands.ready, e.now + seconds, unwritten)
@@ -136,12 +138,14 @@ class Commands:
 
     answer: type[Message] = Commanded
 
-    def __init__(self, group: Group, message: Control, holding: GroupHolding) -> None:
+    def __init__(self, group: Group, message: Control, holding: GroupHolding, earlier: "Commands | None") -> None:
+        """`earlier`: the last pause of engines of the group that has no outcome yet."""
         self.id = message.id
         self._message = message
         #: what was held before the command, and how many pauses had been undone
         self._group, self._holding, self._before = group, holding, group.holds
         self._undone = holding.undone[group.name]
+        self._earlier, self._failed = earlier, False
         #: the workers that are given the command
         self.ready = [worker for worker in ready_workers(group) if message.worker in (ALL, worker.name)]
         self._report = ControlReport(message.id, group.name, message.command, [])
@@ -186,10 +190,14 @@ class Commands:
         """It is not known whether it was done."""
         self._report.workers.append(WorkerOutcome(worker.name, code, message))
 
+    def pauses(self, group: Group) -> bool:
+        """Whether it pauses the engines of this group: all of them or none."""
+        return self._group is group and self._message.command == "pause" and self._message.mode != "abort"
+
     def settle(self) -> int:
         """Engines pause for a group or none does."""
         asked, rows = self._message, self._report.workers
-        if asked.command != "pause" or asked.mode == "abort":
+        if not self.pauses(self._group):
             return 0
         if self._undone != self._holding.undone[self._group.name] and not self._group.holds.paused:
             # The engines were told to go on after they had answered this one.
@@ -198,6 +206,9 @@ class Commands:
             return 0
         if not any(row.code for row in rows):
             return 0
+        self._failed = True
+        while self._earlier is not None and self._earlier._failed:  # what it found was that pause, which does not hold either
+            self._before, self._earlier = self._earlier._before, self._earlier._earlier
         number = self._holding.undo_pause(self._group, asked.mode, self._before)
         self._undone = self._holding.undone[self._group.name]
         return number
