@@ -37,7 +37,7 @@ _PURE_OF_WORKERS = (
     "silence",
     "texts",
 )
-PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
+PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers", "worker_texts")} | {
     f"workers/{name}.py" for name in (*_PURE_OF_WORKERS, "weights/invariants", "weights/machine", "weights/worker_update")
 }
 

@@ -16,6 +16,7 @@ from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.operations.base import bad, check_request
 from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
+from enginepool.coordinator.shell.worker_texts import failed_step, make_readable
 from enginepool.coordinator.weights.adapter_checks import open_load
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
@@ -102,7 +103,8 @@ def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = 
     """
     peer.need("worker", "type", "the worker endpoint")
     try:
-        message = decode_header(_from_worker, frames[0])
+        message: m.Message = decode_header(_from_worker, frames[0])
+        make_readable(message)
         return _WORKER[type(message)](now, link, message, frames[1:])
     except WireError as error:
         if error.code == "protocol_version":
@@ -233,14 +235,18 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
     check_frames(progress.frames, frames)
     if not 0 <= progress.version <= m.MAX_ID:
         raise WireError("malformed", f"version: {progress.version} is outside 0..{m.MAX_ID}", field="version")
-    total = 0
+    total, failed = 0, False
     for step in progress.steps:
         if step.count < 0:
             raise WireError("malformed", f"steps: count {step.count} is negative", field="steps")
-        if isinstance(step.matched, str) and (size := len(step.matched.encode())) > m.MAX_MATCHED:
-            text = f"steps: matched has {size} bytes; at most {m.MAX_MATCHED}"
-            raise WireError("malformed", text, field="steps")
+        if isinstance(step.matched, str):
+            if (size := len(step.matched.encode())) > m.MAX_MATCHED:
+                text = f"steps: matched has {size} bytes; at most {m.MAX_MATCHED}"
+                raise WireError("malformed", text, field="steps")
+            failed = failed or step.reason == "error"
         total += step.count
+    if failed:
+        progress.steps = [failed_step(step) for step in progress.steps]
     found = [(spec.name, spec.dtype, spec.shape) for spec in progress.frames]
     tokens, logprobs = ("tokens", "int32", (total,)), ("logprobs", "float32", (total,))
     if progress.prompts or progress.experts or found not in ([tokens], [tokens, logprobs]):
