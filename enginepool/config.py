@@ -35,6 +35,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: answers are kept for a resend until acknowledged, at most this long and this large in all
     answers_s: float = 60.0
     answers_bytes: int = 64 << 20
+    #: on the disk of `state_dir`: adapters of all groups that came as tensors, until they are unloaded
+    adapters_bytes: int = 16 << 30
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

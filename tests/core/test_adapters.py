@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from enginepool.config import Limits
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.adapter_events import AdapterAsked, AdapterStored, AdaptersWritten
@@ -14,7 +15,7 @@ from enginepool.coordinator.weights.adapter_checks import open_load
 from enginepool.protocol.adapters import LOADS_ADAPTERS, adapter_digest, engine_name
 from enginepool.protocol.capabilities import MAX_ADAPTERS
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import FrameSpec, Idle, Ready, StartGeneration
+from enginepool.protocol.messages import ErrorReply, FrameSpec, Idle, Ready, StartGeneration
 from enginepool.protocol.messages.adapters import AdapterChanged, AdapterReport, ChangeAdapter, LoadAdapter, UnloadAdapter
 from enginepool.protocol.messages.control import Control
 from enginepool.protocol.roles import FROM_CLIENT
@@ -420,6 +421,37 @@ def test_tensors_have_bounds() -> None:
     full = AdapterAsked(0, client, message, (b"{}", TENSORS), outboxes=limits.buffer_bytes)
     assert failures(pool.do(full))[1].code == "busy"
     assert pool.machine.core.live_bytes == 0 and not pool.effects
+
+
+def test_tensors_are_stored_on_the_disk_up_to_a_bound_and_unloading_makes_room() -> None:
+    """A version is there next to the one that it takes the place of. Folders take no room."""
+    nbytes = len(b"{}" + TENSORS)
+    pool = AdapterPool(limits=Limits(adapters_bytes=2 * nbytes))
+    pool.worker("a", can=LOADING)
+    client = pool.client()
+
+    def load(id_: int, name: str, version: int, tensors: bytes = TENSORS) -> ErrorReply | None:
+        """Load it, or say why not."""
+        sent = pool.do(AdapterAsked(0, client, LoadAdapter(id_, name, version, digest=DIGEST), (b"{}", tensors)))
+        if id_ in failures(sent):
+            return failures(sent)[id_]
+        [effect] = [one for one in pool.effects if isinstance(one, ef.StoreAdapter)]
+        [asks] = changes(pool.do(AdapterStored(0, effect.change, f"/state/{name}@{version}")))
+        pool.effects.clear()
+        pool.done(asks)
+        for old in changes(pool.written()):
+            pool.done(old)
+        assert pool.committed[name] == version
+        return None
+
+    assert [load(id_, "f", id_) for id_ in (1, 2, 3)] == [None] * 3
+    pool.commit(client, 1, "g", id=4)
+    full = load(5, "h", 1, 2 * TENSORS)
+    assert full is not None and (full.code, full.field, full.limit) == ("too_large", "tensors", str(2 * nbytes))
+    assert full.message.startswith(f"tensors: {nbytes + len(TENSORS)} bytes, and {nbytes} bytes of adapters are stored; ")
+    for one in changes([*pool.unload(client), *pool.written()]):
+        pool.done(one)
+    assert load(6, "h", 1, 2 * TENSORS) is None
 
 
 BOTH = [FrameSpec("config", "uint8", (2,)), FrameSpec("tensors", "uint8", (7,))]

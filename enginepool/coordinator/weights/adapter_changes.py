@@ -82,13 +82,19 @@ class AdapterChanges:
             wrong, done = why_not_unloaded(group, message), known is None
         else:
             done = known is not None and known.version == message.version and known.source == _source(message)
-            wrong = None if done else why_not_loaded(core, client, group, e)
+            wrong = None if done else why_not_loaded(core, client, group, e, self._stored())
         if wrong is not None:
             core.refuse(e.link, message.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         elif done:  # by this client, which did not hear the answer
             self._say(client, _report(message.id, group, message.name))
         else:
             self._begin(client, group, e)
+
+    def _stored(self) -> int:
+        """Bytes of the adapters on the disk, with those of changes that are not over."""
+        committed = (one for group in self.core.groups.values() for one in group.adapters.committed.values())
+        candidates = (change.adapter for change in self.open.values() if change.adapter is not None)
+        return sum(one.nbytes for one in (*committed, *candidates))
 
     def _begin(self, client: Client, group: Group, e: AdapterAsked) -> None:
         core, message = self.core, e.message

@@ -49,8 +49,8 @@ def open_load(message: LoadAdapter, frames: Sequence[Buffer]) -> None:
         raise WireError("bad_request", text, field="digest", limit=str(_DIGEST))
 
 
-def why_not_loaded(core: Context, client: Client, group: Group, e: AdapterAsked) -> WireError | None:
-    """Why a load may not begin now."""
+def why_not_loaded(core: Context, client: Client, group: Group, e: AdapterAsked, stored: int) -> WireError | None:
+    """Why a load may not begin now. `stored`: bytes of adapters on the disk."""
     message, limits = e.message, core.config.limits
     assert isinstance(message, LoadAdapter)
     if wrong := misfit(group, message.name) or _asleep(group):
@@ -69,6 +69,10 @@ def why_not_loaded(core: Context, client: Client, group: Group, e: AdapterAsked)
     if nbytes > limits.window_bytes:
         text = f"tensors: {nbytes} bytes; at most {limits.window_bytes}"
         return WireError("too_large", text, field="tensors", limit=str(limits.window_bytes))
+    if nbytes and stored + nbytes > limits.adapters_bytes:
+        text = f"tensors: {nbytes} bytes, and {stored} bytes of adapters are stored; limits.adapters_bytes is"
+        text += f" {limits.adapters_bytes}: unload some, or load a folder"
+        return WireError("too_large", text, field="tensors", limit=str(limits.adapters_bytes))
     if client.nbytes + nbytes > limits.window_bytes or not core.make_room(nbytes, e.outboxes):
         field = "window_bytes" if client.nbytes + nbytes > limits.window_bytes else "buffer_bytes"
         return WireError("busy", f"{field}: no room for {nbytes} bytes", field=field, limit=str(getattr(limits, field)))
