@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.capabilities import halved
-from enginepool.protocol.messages import Capabilities, Exiting, StatusReport
+from enginepool.protocol.messages import Capabilities, Exiting, StartGeneration, StatusReport
 from tests.core.generations import GeneratingPool, generate, outputs
 from tests.core.machines import config, failures, results, work
 
@@ -149,6 +149,28 @@ def test_a_suspect_of_rows_takes_a_worker_from_its_sequences() -> None:
     assert batch.link == other and pool.stopped(), "its sequences wait meanwhile"
     started = pool.tasks(pool.finish(batch))
     assert len(started) >= 1 and all(one.link == other for one in started)
+
+
+def test_sequences_that_would_have_their_worker_back_at_once_stop_for_a_suspect_once_for_an_event() -> None:
+    """By age rows are before a sequence, and that is before another one; this one is before the rows, as its client has used
+    less. So who is first depends on what runs: now it is the suspect's turn, now it is not."""
+    pool, light = mixed("x", ageing_s=1.0)
+    heavy = pool.client()
+    pool.submit(light, 1, work(1))
+    pool.do(ev.WorkerSaid(0, b"x", Exiting("died", failed=True)))
+    pool.batches.clear()
+    pool.submit(light, 2, generate(3))
+    pool.now += 4.5
+    pool.submit(heavy, 3, work(12, 10), priority=5)
+    pool.now += 1.0
+    pool.submit(light, 4, generate(3), priority=5)
+    pool.worker("w", can=replace(MIXED, sequences=1))
+    assert [len(pool.tasks()), len(pool.stopped()), len(pool.batches)] == [2, 1, 2]
+    found = pool.finish_all()
+    inside = pool.machine.core.worker_links[b"w"].batches
+    while running := [one for one in pool.tasks() if isinstance(one.message, StartGeneration) and one.message.task in inside]:
+        found += [*pool.step(b"w", (running[0], 0, 0, [7], "stop")), *pool.finish_all()]
+    assert ({*results(found)}, {*outputs(found)}) == ({1, 3}, {2, 4})
 
 
 def test_the_cost_model_learns_from_batches_that_ran_without_sequences() -> None:
