@@ -32,6 +32,8 @@ BUDGETS: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_rows": 6}
 WORKERS, UPDATES, CLIENTS = 3, 50, 3
 START_S = 500.0
 LABELS = (3, 9, 400)
+#: less than an update takes, so that each meets requests
+PAUSE_S = 0.03
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +81,11 @@ class Answer(NamedTuple):
 
 
 class Load:
-    """Clients that ask without pause. `repeating`: after so many requests each of them begins with its first one again."""
+    """Clients that ask again `pause_s` after an answer. `repeating`: after so many requests each of them begins with its first
+    one again."""
 
-    def __init__(self, group: str = "", repeating: int | None = None) -> None:
-        self.group, self.repeating = group, repeating
+    def __init__(self, group: str = "", repeating: int | None = None, pause_s: float = 0) -> None:
+        self.group, self.repeating, self.pause_s = group, repeating, pause_s
         self.published = 0
         self.answers: list[Answer] = []
         self.asked = 0
@@ -98,6 +101,7 @@ class Load:
             self.asked += 1
             result = await pool.score([], rows, label_token_ids=LABELS, group=self.group)
             self.answers.append(Answer(rows, least, result, time.monotonic()))
+            await asyncio.sleep(self.pause_s)
             if self.repeating and count % self.repeating == 0:
                 chance = random.Random(seed)
 
@@ -141,7 +145,7 @@ async def all_on(pool: Pool, version: int) -> None:
 def test_after_each_of_many_updates_under_load_every_answer_is_of_exactly_its_weights(
     daemon: Daemon, reference: Reference, own: dict[str, Any], transfer: Any, updates: int
 ) -> None:
-    load = Load()
+    load = Load(pause_s=PAUSE_S)
     published: list[int] = []
 
     async def scenario() -> None:
