@@ -1,6 +1,6 @@
 """Engines and pools whose processes are forked from one that has imported SGLang. Each would import it for seven seconds.
 
-`test_sglang_whole_life.py`, and the test of `test_pool.py` that limits memory, start their engines as users do.
+A test of `test_sglang_whole_life.py` starts a pool as users do.
 """
 
 import sys

@@ -38,14 +38,15 @@ class HostedEngine:
 
     Args:
         refused: options with which another engine is tried before.
-        forked: its processes are forked from one that has imported SGLang (`forked`), which saves twenty seconds. On a GPU
-            and where it is false, they are spawned, as a worker has them.
+
+    Its processes are forked from one that has imported SGLang (`forked`), which saves twenty seconds. On a GPU they are
+    spawned, as a worker has them.
     """
 
-    def __init__(self, model: str, refused: dict[str, Any] | None = None, forked: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str, refused: dict[str, Any] | None = None, **settings: Any) -> None:
         # SGLang's own choice is one of 900, which engines that start at the same time may share.
         settings = {"device": "cpu", "nccl_port": free_port()} | settings
-        forked = forked and settings["device"] == "cpu"
+        forked = settings["device"] == "cpu"
         context: Any = forks.server() if forked else multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, model, settings, refused)

@@ -342,7 +342,7 @@ def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
         timing=Timing(silence_s=60.0, forward_s=15.0),
         restart=RestartConfig(max_restarts=0),
     )
-    daemon = Daemon(processes, config).listening()
+    daemon = ForkedDaemon(processes, config).listening()
     rng = random.Random(4)
     rows = [[rng.randrange(len(reference.tokenizer)) for _ in range(60)] for _ in range(60)]
 

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from enginepool import Pool
+from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.protocol.messages import Part
 from enginepool.workers.engine import EngineDied, EngineUnusable, RowBatch, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine.conftest import BUDGETS
-from tests.engine.hosted import CLOSE_S, HostedEngine
-from tests.engine.reference import Models
+from tests.engine.hosted import CLOSE_S, START_S, HostedEngine
+from tests.engine.reference import Models, Reference
+from tests.process.daemons import Daemon
+from tests.process.processes import Processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
@@ -23,10 +28,10 @@ REWARD_BATCH = RowBatch((RowPart(*ROW),))
 
 @pytest.fixture(scope="module")
 def causal(models: Models) -> Iterator[HostedEngine]:
-    """Its processes are spawned, as a worker has them."""
+    """An engine of this file alone, whose process tries another one before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        hosted = HostedEngine(str(models.causal), refused={"dp_size": 2}, forked=False, **BUDGETS)
+        hosted = HostedEngine(str(models.causal), refused={"dp_size": 2}, **BUDGETS)
         yield hosted.wait_until_started()
     hosted.end()
 
@@ -102,3 +107,31 @@ def test_a_closed_engine_leaves_no_process_and_refuses_work(causal: HostedEngine
     assert closed.children == []
     assert closed.seconds < CLOSE_S
     assert "closed" in closed.refusal
+
+
+def test_a_pool_that_is_started_as_users_do_it_scores_and_leaves_no_process(
+    processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process is started, and imports what it needs: elsewhere they are forked from one that has imported all of it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = PoolConfig(
+        groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
+        listen=f"ipc://{tmp_path}/pool.sock",
+        state_dir=str(tmp_path / "state"),
+        timing=Timing(silence_s=60.0),
+    )
+    daemon = Daemon(processes, config).listening()
+
+    async def scenario() -> list[psutil.Process]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):
+            await pool.ready(timeout=START_S)
+            result = await pool.score([5], [[6, 7]], label_token_ids=[1, 2])
+            np.testing.assert_allclose(result.scores[0], reference.label_scores([5, 6, 7], (1, 2), False), rtol=1e-4, atol=1e-5)
+            [worker] = (await pool.status()).groups[0].workers
+            host = psutil.Process(worker.pid)
+            return [host, *host.children(recursive=True)]
+
+    family = asyncio.run(scenario())
+    assert len(family) >= 3, "a worker, and SGLang's own processes"
+    assert daemon.end() == 0
+    assert psutil.wait_procs(family, timeout=CLOSE_S)[1] == []

@@ -44,8 +44,8 @@ RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 Stream = int | IO[Any] | None
 #: descriptors of a process that was just forked are lower
 _HIGH = 200
-#: as sys/prctl.h has it
-_PR_SET_CHILD_SUBREAPER = 36
+#: as sys/prctl.h and malloc.h have them
+_PR_SET_CHILD_SUBREAPER, _M_MMAP_THRESHOLD = 36, -3
 #: bytes of the longest request to a template
 _LONGEST = 1 << 17
 
@@ -323,6 +323,8 @@ def become(environment: Mapping[str, str], folder: str = "", log: int | None = N
     os.environ.update(environment)
     if read := sys.modules.get("huggingface_hub.constants"):  # which reads the environment when it is imported
         importlib.reload(read)
+    if threshold := environment.get("MALLOC_MMAP_THRESHOLD_"):  # which the C library reads when a process is started
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
     if folder:
         os.chdir(folder)
     if log is not None:
