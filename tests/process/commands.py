@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.processes import ROOT
 from enginepool.cli import doctor_checks
 from enginepool.cli.main import app
+from tests.process.forking import ForkedProcess
 from tests.process.processes import Processes
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from enginepool.cli.main import app; app()"]
 #: Seconds after which a command that should have ended is a failure.
 LIMIT_S = 150
@@ -34,13 +35,14 @@ def import_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "probe", probe)
 
 
-def start(processes: Processes, *arguments: object) -> subprocess.Popen[str]:
-    """Start a command as a process of its own."""
+def start(processes: Processes, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
+    """Start a command as a process of its own, which is forked, as what it starts is (`forking`)."""
     command = [*PROGRAM, *(str(argument) for argument in arguments)]
-    return processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return processes.keep(ForkedProcess(command, text=True, cwd=ROOT, **streams))
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Wait for a process: exit code, stdout, stderr."""
     try:
         out, err = process.communicate(timeout=LIMIT_S)

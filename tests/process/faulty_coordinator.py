@@ -42,9 +42,13 @@ def plant() -> None:
     Admission.submit = faulty
 
 
-if __name__ == "__main__":
+def main() -> int:
     if len(sys.argv) > 1:
         coordinator_process.COMMAND = COMMAND
         app()
     plant()
-    sys.exit(daemon.main())
+    return daemon.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from bench.processes import ROOT
 from enginepool.host.child_process import ChildProcess
-from tests.process.commands import ROOT
 from tests.process.daemons import Daemon
 
 #: the module that a coordinator's process runs
@@ -104,7 +105,7 @@ class ForkedDaemon(Daemon):
 class ForkedProcess:
     """A forked process in place of a `subprocess.Popen` of Python. Those options and methods are there that tests use.
 
-    What a coordinator, `enginepool worker` or a program of `file_command` starts is forked, too.
+    What a coordinator, `enginepool serve`, `worker` and `demo`, or a program of `file_command` starts is forked, too.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class ForkedProcess:
             self._process = server(preloaded).Process(target=program.run)
             self._process.start()
         self.stdin, self.stdout, self.stderr = (ours for ours, _ in streams)
+        self._readers: list[_Reader] = []
         self.pid: int = self._process.pid
 
     @property
@@ -153,6 +155,16 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0)
         return self.returncode
 
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close its input; what it writes to its pipes until it has ended."""
+        if self.stdin is not None:
+            self.stdin.close()
+        self._readers = self._readers or [_Reader(stream) for stream in (self.stdout, self.stderr)]
+        self.wait(timeout)
+        for reader in self._readers:
+            reader.join()
+        return self._readers[0].found, self._readers[1].found
+
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
@@ -162,6 +174,18 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class _Reader(threading.Thread):
+    """Reads all of a pipe; None without one."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(daemon=True)
+        self._stream, self.found = stream, None
+        self.start()
+
+    def run(self) -> None:
+        self.found = self._stream and self._stream.read()
 
 
 def _stream(given: Stream, number: int, text: bool, stack: ExitStack) -> tuple[Any, int]:
@@ -222,7 +246,9 @@ class _Program:
         if self.prepare is not None:
             self.prepare()
         option, what, *arguments = self.arguments
-        if what in (COORDINATOR, RUN_FILE) or arguments[:1] == ["worker"]:
+        if arguments[:1] == ["serve"]:
+            _fork_coordinators()
+        elif what in (COORDINATOR, RUN_FILE) or arguments[:1] in (["worker"], ["demo"]):
             fork_what_is_started()
         sys.argv = [option, *arguments]
         _run(option, what)
@@ -232,26 +258,49 @@ def fork_what_is_started() -> None:
     """By this process, which has no threads yet: its coordinator, workers and stagers."""
     template, spawn = Template(), ChildProcess.start
 
-    class Adopted:
-        """In place of the Popen of a child."""
-
-        def __init__(self, pid: int) -> None:
-            self._pid = pid
-
-        def wait(self) -> int:
-            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
     def start(command: Sequence[str], environment: Mapping[str, str], **options: Any) -> ChildProcess:
         assert command[:2] == (sys.executable, "-m")
         if options.get("prepare"):  # another process cannot call it
             return spawn(command, environment, **options)
         log = options.get("log")
         pid = template.fork(command[2], environment, log.fileno() if log else 2, options.get("lifeline"))
-        adopted: Any = Adopted(pid)
-        return ChildProcess(pid, adopted)
+        return ChildProcess(pid, _Adopted.of(pid))
 
     patched: Any = ChildProcess
     patched.start = start
+
+
+def _fork_coordinators() -> None:
+    """By this process, which has no threads."""
+
+    def start(command: Sequence[str], environment: Mapping[str, str], *, prepare: Callable[[], None]) -> ChildProcess:
+        assert command[:2] == (sys.executable, "-m")
+        pid = os.fork()
+        if pid == 0:
+            _forget_handlers()
+            prepare()
+            _work(command[2], dict(environment), "", None, 2)
+        return ChildProcess(pid, _Adopted.of(pid))
+
+    patched: Any = ChildProcess
+    patched.start = start
+
+
+class _Adopted:
+    """In place of the Popen of a child."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.returncode: int | None = None
+
+    @classmethod
+    def of(cls, pid: int) -> Any:
+        return cls(pid)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self.returncode
 
 
 class Template:
@@ -313,7 +362,8 @@ def _work(
         log = os.dup(log)
         os.dup2(lifeline, number)
     become(environment, folder, log)
-    (fork_what_is_started if module == COORDINATOR else fork_what_sglang_spawns)()
+    sys.argv = [module]
+    (fork_what_is_started if "ENGINEPOOL_CONFIG" in environment else fork_what_sglang_spawns)()
     _run("-m", module)
 
 

@@ -25,6 +25,7 @@ def preload(*names: str) -> None:
 
 
 preload(
+    "enginepool.cli.main",
     "enginepool.coordinator.shell.daemon",
     "enginepool.trainer",
     "enginepool.transfer.collective",

@@ -136,13 +136,8 @@ def test_ready_fails_with_what_it_has_waited_for(processes: Processes, tmp_path:
 
 
 def test_score_reads_stdin_as_it_comes_and_writes_stdout(processes: Processes, served: Served) -> None:
-    process = processes.start(
-        [*PROGRAM, "score", "-", "-", "--label-token-ids", "5,6", "--connect", served.address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ["score", "-", "-", "--label-token-ids", "5,6", "--connect", served.address]
+    process = start(processes, *command, stdin=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     for number in range(1, 4):
         process.stdin.write(json.dumps({"id": number, "query": [1, 2], "items": [[number], [4]]}) + "\n")
@@ -174,13 +169,7 @@ def test_score_reads_a_file_into_stdout_and_stdin_into_a_new_file(served: Served
 
 
 def test_score_of_a_pipe_that_stays_silent_is_interrupted_at_once(processes: Processes, served: Served) -> None:
-    process = processes.start(
-        [*PROGRAM, "score", "-", "-", "--connect", served.address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(processes, "score", "-", "-", "--connect", served.address, stdin=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write('{"query": [1], "items": [[2]], "label_token_ids": [3]}\n')
     process.stdin.flush()

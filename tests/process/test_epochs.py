@@ -11,19 +11,16 @@ import pytest
 
 from enginepool import Pool
 from tests.process.daemons import PATIENCE_S, end_workers
+from tests.process.forking import ForkedProcess
 from tests.process.processes import Processes
 from tests.process.test_faults import until
 
-#: `enginepool serve` whose coordinators believe that it is so many seconds after 1970
+#: `enginepool serve` where it is so many seconds after 1970. Its coordinators are forked from it, and believe it, too.
 SERVE = """
-import sys, time
-from enginepool.cli import coordinator_process
+import os, time
 from enginepool.cli.main import app
-old = "import sys, time; time.time_ns = lambda: {now} * 10**9; "
-code = old + "from enginepool.coordinator.shell import daemon; sys.exit(daemon.main())"
-if int(sys.argv[1]):
-    coordinator_process.COMMAND = (sys.executable, "-c", code.format(now=sys.argv[1]))
-del sys.argv[1]
+if now := int(os.environ["NOW"]):
+    time.time_ns = lambda: now * 10**9
 app()
 """
 
@@ -43,16 +40,15 @@ class Served:
         processes.then(lambda: end_workers(f"{directory}/state"))
 
     def start(self, now: int = 0) -> None:
-        command = [sys.executable, "-c", SERVE, str(now), "serve", "--config", str(self.directory / "pool.toml")]
+        command = [sys.executable, "-c", SERVE, "serve", "--config", str(self.directory / "pool.toml")]
         with self.log.open("ab") as log:
-            self.process = self.processes.start(command, stderr=log)
+            process = ForkedProcess(command, env={**os.environ, "NOW": str(now)}, stderr=log)
+        self.process = self.processes.keep(process)
 
     def lose(self) -> None:
         """SIGKILL to both of its processes, and the journal is gone."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]
-        for process in family:
-            if process.pid == self.process.pid or "ENGINEPOOL_CONFIG" in process.environ():
-                os.kill(process.pid, signal.SIGKILL)
+        for process in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()):
+            process.kill()
         self.process.wait(PATIENCE_S)
         (self.directory / "state" / "journal.json").unlink()
 

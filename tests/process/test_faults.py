@@ -25,7 +25,7 @@ from enginepool.host.child_process import created_at, lives
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
-from tests.process.forking import ForkedDaemon
+from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.processes import Processes
 
 COSTS = {"forward_s": 0.01, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
@@ -220,7 +220,7 @@ def test_a_client_that_is_cut_off_harms_no_other_and_leaves_nothing_behind(proce
 
     async def scenario() -> None:
         async with Load(daemon.address).running() as load:
-            victim = processes.start([sys.executable, "-c", CLIENT, daemon.address], stdout=subprocess.PIPE)
+            victim = processes.keep(ForkedProcess([sys.executable, "-c", CLIENT, daemon.address], stdout=subprocess.PIPE))
             assert victim.stdout is not None
             assert await asyncio.to_thread(victim.stdout.readline) == b"busy\n"
             victim.kill()

@@ -3,8 +3,10 @@
 import asyncio
 import re
 import signal
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +20,7 @@ from enginepool.protocol.messages import StatusReport
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, end_workers
 from tests.process.faulty_coordinator import COMMAND, LABEL
+from tests.process.forking import ForkedProcess
 from tests.process.processes import Processes
 
 SIM = GroupConfig(model="sim", engine="sim", workers=2, options={"forward_s": 0.05, "batch_rows": 4})
@@ -87,9 +90,11 @@ def test_a_request_that_ends_every_coordinator_ends_the_pool_with_the_reason(
 
 
 class Served:
-    """`enginepool serve` with a fault, and all that it says."""
+    """`enginepool serve` with a fault, and all that it says. `make` starts it."""
 
-    def __init__(self, processes: Processes, directory: Path, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, processes: Processes, directory: Path, command: Sequence[str] = COMMAND, make: Callable[..., Any] = ForkedProcess
+    ) -> None:
         self.address = f"ipc://{directory}/pool.sock"
         self.state = directory / "state"
         config = directory / "pool.toml"
@@ -100,7 +105,7 @@ class Served:
         self.log = directory / "log"
         processes.then(lambda: end_workers(str(self.state)))
         with self.log.open("wb") as log:
-            self.process = processes.start([*command, "serve", "--config", str(config)], stderr=log)
+            self.process = processes.keep(make([*command, "serve", "--config", str(config)], stderr=log))
 
     def coordinator(self) -> psutil.Process:
         (child,) = [c for c in psutil.Process(self.process.pid).children() if "ENGINEPOOL_CONFIG" in c.environ()]
@@ -158,15 +163,16 @@ def test_serve_ends_with_the_reason_when_a_fault_comes_back_each_time(
 def test_a_coordinator_ends_with_the_command_that_started_it(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, tmp_path: Path
 ) -> None:
+    """As users start it: nothing is forked."""
     plant(monkeypatch, tmp_path, "raise")
-    served = Served(processes, tmp_path)
+    served = Served(processes, tmp_path, make=subprocess.Popen)
 
     async def main() -> None:
         async with Pool.connect(served.address) as pool:
             before = await ready(pool)
             served.process.kill()
             served.process.wait()
-            again = Served(processes, tmp_path)
+            again = Served(processes, tmp_path, make=subprocess.Popen)
             async with asyncio.timeout(PATIENCE_S):
                 while (await pool.status()).epoch == before.epoch:
                     await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ import psutil
 from enginepool import Pool
 from enginepool.protocol.messages import GroupStatus
 from tests.process.daemons import PATIENCE_S, sim_pool
-from tests.process.forking import ForkedDaemon
+from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.processes import Processes
 
 #: processes that live and that are killed, of so many clients each, with so many calls at a time each
@@ -57,7 +57,7 @@ def test_when_half_of_the_clients_are_killed_the_others_are_served_and_nothing_i
 
     def clients(rounds: int) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", SCRIPT, daemon.address, str(rounds)]
-        return processes.start(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        return processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True))
 
     def line(process: "subprocess.Popen[str]") -> str:
         assert process.stdout is not None

@@ -17,7 +17,7 @@ import pytest
 from enginepool import Pool
 from enginepool.protocol.messages import WorkerStatus
 from tests.process.daemons import PATIENCE_S, sim_pool
-from tests.process.forking import ForkedDaemon
+from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.forwarder import Forwarder
 from tests.process.processes import Processes
 
@@ -42,7 +42,7 @@ class Scene:
             with log.open("wb") as stderr:
                 environment = {**os.environ, "ENGINEPOOL_WORKER": json.dumps(spec)}
                 command = [sys.executable, "-m", "enginepool.workers.main"]
-                processes.start(command, env=environment, stdout=stderr, stderr=stderr)
+                processes.keep(ForkedProcess(command, env=environment, stdout=stderr, stderr=stderr))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from enginepool.config import PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.host.folders import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
-from tests.process.forking import ForkedDaemon
+from tests.process.forking import ForkedDaemon, ForkedProcess, file_command
 from tests.process.processes import Processes
 
 MODEL = [["a", "float32", [4, 4]]]
@@ -139,7 +138,8 @@ from enginepool import Pool, WeightPublisher
 from enginepool.config_loader import decode_config
 
 async def main():
-    async with Pool.start(config=decode_config(sys.argv[1].encode())) as pool, WeightPublisher(pool, device="cpu") as publisher:
+    config = decode_config(sys.argv[-1].encode())
+    async with Pool.start(config=config) as pool, WeightPublisher(pool, device="cpu") as publisher:
         await pool.ready(60)
         await publisher.publish({"a": torch.ones(4, 4)}, 1)
         print("published", flush=True)
@@ -153,13 +153,10 @@ asyncio.run(main())
 def test_an_embedded_pool_leaves_no_weights_in_memory(
     processes: Processes, config: PoolConfig, tmp_path: Path, end: str
 ) -> None:
-    program = processes.start(
-        [sys.executable, "-c", EMBEDDED, encode_config(config).decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None and program.stdin is not None
+    file = tmp_path / "program.py"
+    file.write_text(EMBEDDED)
+    command = [*file_command(file), encode_config(config).decode()]
+    program = processes.keep(ForkedProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     assert program.stdout.readline() == "published\n"
     stagers = pids(tmp_path, "stagers")
     assert sorted(stagers) == PLACES

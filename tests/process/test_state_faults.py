@@ -279,7 +279,7 @@ def fill(folder: Path) -> None:
 def test_serve_waits_for_room_on_the_disk_and_its_workers_stay(processes: Processes, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
-    served = Served(processes, tmp_path, [*ON_A_SMALL_DISK, str(state), *PROGRAM])
+    served = Served(processes, tmp_path, [*ON_A_SMALL_DISK, str(state), *PROGRAM], make=subprocess.Popen)
     disk = Path(f"/proc/{served.process.pid}/root{state}")
 
     async def story() -> None:

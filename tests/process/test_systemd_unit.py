@@ -12,7 +12,8 @@ import pytest
 from enginepool.cli.coordinator_process import RestartPolicy
 from enginepool.config import Timing
 from tests.house import markdown
-from tests.process.commands import PROGRAM, ROOT, call
+from tests.process import commands
+from tests.process.commands import ROOT, call
 from tests.process.daemons import PATIENCE_S, end_workers
 from tests.process.processes import Processes
 from tests.process.test_planned_stop import runs
@@ -63,14 +64,14 @@ def test_restart_keeps_the_workers_and_stop_ends_them(
     )
     processes.then(lambda: end_workers(f"{tmp_path}/state"))
 
-    def start() -> tuple["subprocess.Popen[bytes]", int]:
-        main = processes.start([*PROGRAM, "serve", "--config", str(config)], stderr=subprocess.DEVNULL, start_new_session=True)
+    def start() -> tuple["subprocess.Popen[str]", int]:
+        main = commands.start(processes, "serve", "--config", config, stderr=subprocess.DEVNULL, start_new_session=True)
         code, _, err = call("ready", "--timeout", PATIENCE_S, "--connect", address)
         assert code == 0, err
         (record,) = (tmp_path / "state" / "workers").glob("*.json")
         return main, int(record.read_text().partition('"pid":')[2].partition(",")[0])
 
-    def signalled(main: "subprocess.Popen[bytes]", number: signal.Signals) -> int:
+    def signalled(main: "subprocess.Popen[str]", number: signal.Signals) -> int:
         """KillMode=process: the main process gets it alone."""
         coordinator = psutil.Process(main.pid).children()
         os.kill(main.pid, number)
