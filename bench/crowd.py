@@ -24,6 +24,8 @@ from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.config_loader import encode_config
 
 CLIENTS = 20
+#: seconds until answers are not waited for any more
+PATIENCE_S = 100.0
 LABELS = list(range(4096))
 LIMITS = Limits(
     buffer_bytes=256 << 20, window_bytes=64 << 20, max_message_bytes=16 << 20, answers_bytes=32 << 20, window_requests=64
@@ -86,8 +88,11 @@ class Peer:
                 self.hello()
 
 
-def crowd(address: str, coordinator: int, seconds: float) -> list[Row]:
-    """Press a pool of `pool_of` that is ready, and say what became of its coordinator, the process of this id."""
+def crowd(address: str, coordinator: int, seconds: float, least: int = 0) -> list[Row]:
+    """Press a pool of `pool_of` that is ready, and say what became of its coordinator, the process of this id.
+
+    It takes longer where the greedy have not had `least` answers by then, up to `PATIENCE_S`.
+    """
     process = psutil.Process(coordinator)
     before = peak = process.memory_info().rss
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -95,8 +100,10 @@ def crowd(address: str, coordinator: int, seconds: float) -> list[Row]:
     try:
         deaf = [Peer(context, address, i, reads=False, rows=100) for i in range(CLIENTS)]
         greedy = [Peer(context, address, 100 + i, reads=True, rows=largest) for i in range(CLIENTS)]
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while (now := time.monotonic()) < began + seconds or (
+            now < began + PATIENCE_S and sum(peer.answered for peer in greedy) < least
+        ):
             for peer in (*deaf, *greedy):
                 peer.ask()
                 if peer.reads:

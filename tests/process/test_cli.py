@@ -294,7 +294,9 @@ def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
 # --- doctor, tiny-model ------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_for_each_use_whether_it_can_run_here() -> None:
+def test_doctor_says_for_each_use_whether_it_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finds when it imports SGLang, a command on a page shows."""
+    import_nothing(monkeypatch)
     code, out, _ = call("doctor", "--json")
     found = json.loads(out)
     assert code == 0

@@ -73,7 +73,7 @@ class Callers:
 def test_fifty_updates_under_two_hundred_generations_change_the_tokens_from_their_spans_on(
     processes: Processes, tmp_path: Path, mode: str
 ) -> None:
-    daemon = generating(processes, tmp_path, options={"inflight_rows": 100, "inflight_tokens": 400_000, "forward_s": 0.02})
+    daemon = generating(processes, tmp_path, options={"inflight_rows": 100, "inflight_tokens": 400_000, "forward_s": 0.05})
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:

@@ -18,7 +18,7 @@ from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
 from tests.process.test_generate import GENERATES, Streams, prompt, run, streaming, workers_of
-from tests.process.weights import some_weights
+from tests.process.weights import PAUSE_S, some_weights
 
 #: few slots for sequences, and for batches of rows
 MIXED: dict[str, Any] = {
@@ -39,6 +39,7 @@ async def score_until(pool: Pool, end: asyncio.Event) -> list[tuple[int, ScoreRe
     while not end.is_set():
         first = len(found)
         found.append((first, await pool.score([1, 2], [[first + i, 7] for i in range(3)], label_token_ids=[3, 4])))
+        await asyncio.sleep(PAUSE_S)
     return found
 
 

@@ -12,14 +12,16 @@ from tests.process.forking import ForkedDaemon, ForkedProcess
 from tests.process.processes import Processes
 
 RANKS, STEPS = 2, 3
-RANK = """
-import json, sys
+#: both ranks: one is forked from the other, once all is imported
+TRAINER = """
+import json, os, sys
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from enginepool import BlockingPool
 from enginepool.integrations.trl import PublishWeights
 
-address, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+address, meeting = sys.argv[1:]
+rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Linear(4, 2))
@@ -34,7 +36,7 @@ for _ in range(3):
     callback.on_step_end(None, None, None, model=model)
 callback.on_train_end(None, None, None)
 weight = model.weight.full_tensor().tolist()
-print(json.dumps([callback.version, weight]), flush=True)
+print(json.dumps([callback.version, weight]) + "\\n", end="", flush=True)
 if pool is not None:
     pool.close()
 dist.destroy_process_group()
@@ -44,9 +46,9 @@ dist.destroy_process_group()
 def test_each_step_of_two_ranks_is_one_update_with_the_shards_of_both(processes: Processes, tmp_path: Path) -> None:
     tensors = [["weight", "float32", [2, 4]], ["bias", "float32", [2]]]
     daemon = ForkedDaemon(processes, sim_pool(tmp_path, options={"tensors": tensors})).listening()
-    arguments = [sys.executable, "-c", RANK, daemon.address, str(tmp_path / "meeting")]
-    ranks = [processes.keep(ForkedProcess([*arguments, str(rank)], stdout=subprocess.PIPE, text=True)) for rank in range(RANKS)]
-    said = [json.loads(rank.stdout.readline()) for rank in ranks]
+    command = [sys.executable, "-c", TRAINER, daemon.address, str(tmp_path / "meeting")]
+    trainer = processes.keep(ForkedProcess(command, stdout=subprocess.PIPE, text=True))
+    said = [json.loads(trainer.stdout.readline()) for _ in range(RANKS)]
     assert said[0] == said[1] and said[0][0] == 1 + STEPS
 
     async def look() -> None:

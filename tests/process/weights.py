@@ -27,7 +27,7 @@ MANIFEST = (
 TENSORS: list[Any] = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in MANIFEST]
 LABELS = [5, 6]
 #: seconds between an answer and the next question of a caller: scenes wait for time limits, and their machine has more to do
-PAUSE_S = 0.05
+PAUSE_S = 0.1
 #: query, items, answer
 Asked = tuple[list[int], list[list[int]], ScoreResult]
 
