@@ -14,21 +14,30 @@ from enginepool.config_loader import encode_config
 
 
 def pool_of(
-    model: Path, device: Device, operations: list[Any], options: dict[str, Any], scratch: Path, stack: ExitStack, **group: Any
+    model: Path,
+    device: Device,
+    operations: list[Any],
+    options: dict[str, Any],
+    scratch: Path,
+    stack: ExitStack,
+    *,
+    daemon: str = "enginepool.coordinator.shell.daemon",
+    **group: Any,
 ) -> tuple[str, Child]:
     """The address and the process of a pool, which the stack stops.
 
     Args:
         options: of its engines.
+        daemon: the module of its coordinator's process.
         group: further settings of its group.
     """
     listen = f"tcp://127.0.0.1:{free_port()}"
     made = GroupConfig(model=str(model), device=device, options=options, operations=operations, **group)
     config = PoolConfig(groups={"g": made}, listen=listen, insecure_loopback=True, state_dir=str(scratch / "state"))
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
-    daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=scratch, env=env, speaks=False)
-    watch(stack, daemon, signal.SIGTERM)
-    return listen, daemon
+    process = Child(["-m", daemon], scratch=scratch, env=env, speaks=False)
+    watch(stack, process, signal.SIGTERM)
+    return listen, process
 
 
 def add_model_options(found: argparse.ArgumentParser, size: str) -> None:

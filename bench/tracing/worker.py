@@ -1,0 +1,67 @@
+"""A worker whose batches are traced: `python -m bench.tracing.worker`, configured as any worker is."""
+
+from contextvars import ContextVar
+from typing import Any
+
+from bench.tracing import scheduler
+from bench.tracing.marks import Marker
+from enginepool.protocol.messages import Done
+from enginepool.workers import main as worker
+from enginepool.workers.events import Frame, RunBatch
+from enginepool.workers.loop import WorkerProcess
+from enginepool.workers.sglang.host import build
+from enginepool.workers.sglang.patches.row_forwards import BATCH_ID
+from enginepool.workers.sglang.score.forward_counter import Entries
+from enginepool.workers.sglang.score.scoring import EngineScoring
+
+#: the batch that this task computes
+_batch: ContextVar[str] = ContextVar("batch", default="")
+
+
+def trace(marker: Marker) -> None:
+    """Mark what the process of a worker does with a batch: before SGLang has it, and after."""
+    process: Any = WorkerProcess
+    scoring: Any = EngineScoring
+    entries: Any = Entries
+    compute, ask, note, begin = process._batch, scoring._ask, entries._note, entries.__init__
+
+    async def traced_batch(self: Any, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
+        key = f"b{run.batch.batch[1]}"
+        _batch.set(key)
+        marker.mark("received", key)
+        done = await compute(self, run)
+        marker.mark("encoded", key)
+        return done
+
+    async def traced_ask(self: Any, request: Any) -> Any:
+        # A query that is computed ahead is asked for first: the last question of a batch is its rows.
+        rows = str(request.rid[0])[:BATCH_ID]
+        if key := _batch.get():
+            marker.mark("asked", key, rows)
+        found = await ask(self, request)
+        marker.mark("read", rows)
+        return found
+
+    def traced_note(self: Any, message: Any) -> None:
+        for rows in {str(rid)[:BATCH_ID] for rid in message.rids}:
+            marker.mark("heard", rows)
+        note(self, message)
+
+    def traced_entries(self: Any, tm: Any, *args: Any) -> None:
+        begin(self, tm, *args)
+        if (send := getattr(tm, "_send_batch_request", None)) is not None:
+
+            async def traced_send(sent: Any, *args: Any) -> Any:
+                result = await send(sent, *args)
+                marker.mark("sent", str(sent[0].rid)[:BATCH_ID])
+                return result
+
+            tm._send_batch_request = traced_send
+
+    process._batch, scoring._ask, entries._note, entries.__init__ = traced_batch, traced_ask, traced_note, traced_entries
+    build.run_scheduler = scheduler.run_scheduler
+
+
+if __name__ == "__main__":
+    trace(Marker())
+    worker.main()
