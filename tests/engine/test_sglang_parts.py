@@ -31,6 +31,7 @@ from enginepool.workers.sglang.patches.scheduler import (
     gather_of_sequences,
     open_session_for_tickets,
     report_every_forward,
+    report_no_load,
 )
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.outputs import forward_count, refuse_aborted
@@ -306,6 +307,26 @@ def test_every_row_reports_its_forward_with_and_without_metrics() -> None:
     assert Stats().__getstate__() == {"entered": 1.5}
     Stats.enable_metrics = True
     assert Stats().__getstate__() == {"others": 3.0, "entered": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "level", "kept"), [(1, "ERROR", (None, False)), (2, "ERROR", ("shared", False)), (1, "INFO", (None, True))]
+)
+def test_a_scheduler_says_how_much_it_has_to_do_only_to_who_reads_it(
+    replicas: int, level: str, kept: tuple[str | None, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reporting:
+        """What is changed of SGLang's scheduler."""
+
+        def __init__(self, dp_size: int) -> None:
+            self.server_args = SimpleNamespace(dp_size=dp_size)
+            self.load_snapshot_writer = "shared"
+            self.metrics_reporter = SimpleNamespace(is_stats_logging_rank=True)
+
+    caplog.set_level(level, logger=__name__)
+    report_no_load(Reporting)
+    made = Reporting(replicas)
+    assert (made.load_snapshot_writer, made.metrics_reporter.is_stats_logging_rank) == kept
 
 
 def test_labels_of_packed_sequences_are_those_of_the_function_that_is_replaced() -> None:

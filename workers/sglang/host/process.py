@@ -34,6 +34,7 @@ from enginepool.workers.sglang.patches.scheduler import (
     open_session_for_tickets,
     pass_tickets_of_refused_updates,
     report_every_forward,
+    report_no_load,
 )
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 
@@ -190,6 +191,7 @@ def run_scheduler(
     for operation in OPERATIONS:
         operation.change_scheduler(pooler)
     note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
+    report_no_load(scheduler)
     note_scheduler(scheduler)
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)

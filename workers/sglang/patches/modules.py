@@ -3,6 +3,7 @@
 ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler"
 CHANNELS = "sglang.srt.managers.scheduler_components.ipc_channels"
+METRICS = "sglang.srt.managers.scheduler_components.metrics_reporter"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

@@ -7,6 +7,7 @@ needs; here it would have an answer wait for the launch of its successor.
 import copy
 import importlib
 import inspect
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -132,6 +133,25 @@ def pass_tickets_of_refused_updates(model_updater: Any, ours: str) -> None:
         return True, "Success"
 
     model_updater.update_weights_from_tensor = update_weights_from_tensor
+
+
+def report_no_load(scheduler: Any) -> None:
+    """Have the scheduler keep for itself how much it has to do. `scheduler` is SGLang's class.
+
+    SGLang writes that into shared memory before it answers a forward and again when it becomes idle, for a router between
+    replicas of one engine, and composes a line about each forward for a log whose level drops it. No process of a pool reads
+    either: batches wait for it.
+    """
+    init = scheduler.__init__
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.server_args.dp_size == 1:
+            self.load_snapshot_writer = None
+        if not logging.getLogger(scheduler.__module__).isEnabledFor(logging.INFO):
+            self.metrics_reporter.is_stats_logging_rank = False
+
+    scheduler.__init__ = initialize
 
 
 def report_every_forward(stats: Any) -> None:

@@ -20,6 +20,7 @@ from enginepool.workers.sglang.patches.modules import (
     LOADER,
     LOGITS,
     LOGPROBS,
+    METRICS,
     MODEL,
     MODEL_UPDATER,
     PAGES,
@@ -240,6 +241,12 @@ PRIVATE: tuple[Private, ...] = (
             "read", "whether all that runs are scores",
         ),
         ("Scheduler.tp_worker", "read", "whether forwards are CUDA graphs"),
+        ("Scheduler.load_snapshot_writer", "replaced", "a load that no process reads is not written"),
+        ("Scheduler.metrics_reporter", "read", "lines that no log takes are not composed"),
+    ),
+    *_private(
+        "patches/scheduler.py", METRICS,
+        ("SchedulerMetricsReporter.is_stats_logging_rank", "replaced", "lines that no log takes are not composed"),
     ),
     *_private(
         "patches/scheduler.py", RECEIVER,
