@@ -1,5 +1,6 @@
 """`enginepool abort`: all requests of a group or of a client end, or one of them."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -7,9 +8,19 @@ import typer
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 
+def _check_client(client: str) -> str:
+    """The id of a client, or its beginning. Raises BadParameter."""
+    if client and not re.fullmatch("[0-9a-f]{8,32}", client):
+        raise typer.BadParameter(f"{client!r}: write the first 8 or more of the 32 hex digits that `enginepool status` shows")
+    return client
+
+
 def abort(
     group: Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")] = "",
-    client: Annotated[str, typer.Option(metavar="ID", help="Those of this client alone, in all groups or in GROUP.")] = "",
+    client: Annotated[
+        str,
+        typer.Option(metavar="ID", callback=_check_client, help="Those of this client alone, in all groups or in GROUP."),
+    ] = "",
     request: Annotated[int | None, typer.Option(metavar="N", min=1, help="The one of the client with this id alone.")] = None,
     connect: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -24,5 +35,7 @@ def abort(
       enginepool abort --client 70756230
       enginepool abort --client 70756230 --request 42
     """
+    if request is not None and not client:
+        raise typer.BadParameter("goes with --client, whose request it is", param_hint="'--request'")
     ended = ask_pool(connect, lambda pool: pool.abort(group, client=client, request=request))
     typer.echo(f"{ended} request{'' if ended == 1 else 's'} ended")

@@ -165,9 +165,19 @@ def publish(
     typer.echo(_committed(record))
 
 
+def _check_new_folder(path: str) -> str:
+    """A path on a worker's host. Raises BadParameter."""
+    if not path.startswith("/") or ".." in path.split("/"):
+        raise typer.BadParameter(f"{path!r}: write an absolute path without '..', on the worker's host")
+    return path
+
+
 @weights.command()
 def save(
-    path: Annotated[str, typer.Argument(help="A new folder on the worker's host, under save_roots of the group.")],
+    path: Annotated[
+        str,
+        typer.Argument(callback=_check_new_folder, help="A new folder on the worker's host, under save_roots of the group."),
+    ],
     connect: Address = DEFAULT_ADDRESS,
     group: Group = "",
     worker: Annotated[str, typer.Option(help="The worker that writes it, by its name in the status; by default any.")] = "",
