@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from enginepool.protocol.capabilities import halved
@@ -19,7 +18,6 @@ from enginepool.workers.engine import (
     Emit,
     EngineDied,
     EngineError,
-    EngineUnusable,
     GenerationTask,
     PauseMode,
     Report,
@@ -32,13 +30,14 @@ from enginepool.workers.sglang.generate.pausing import pausing_of
 from enginepool.workers.sglang.generate.sequences import EngineGeneration, Sequences
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import adapters_of, capabilities_of, what_runs
+from enginepool.workers.sglang.host.failed_start import failed_start
 from enginepool.workers.sglang.host.host import EngineHost
-from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
+from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line
 from enginepool.workers.sglang.host.memory import EngineMemory
 from enginepool.workers.sglang.host.process import no_garbage_collection
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.profiler import SglangProfiler
-from enginepool.workers.sglang.host.settings import Running, SettingsError
+from enginepool.workers.sglang.host.settings import Running
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
@@ -126,11 +125,9 @@ class SglangEngine:
             await self.close()
             raise
         except Exception as error:
-            # What a process of the engine logged explains more than that the process is gone; our own refusals need no more.
-            ours = isinstance(error, SettingsError | EngineError)
-            reason = one_line(error) if ours else self._host.last_error() or one_line(error)
+            failed = failed_start(self._settings.model, error, self._host.last_error())
             await self.close()
-            raise self._unstarted(error, reason) from error
+            raise failed from error
         return capabilities
 
     def _works(
@@ -167,14 +164,6 @@ class SglangEngine:
         self._memory = EngineMemory(tm, requests, running, self._settings.device, weights, unless_over)
         self._profiler = SglangProfiler(tm, requests, self._settings.device, unless_over)
         return weights
-
-    def _unstarted(self, error: Exception, reason: str) -> EngineDied:
-        """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
-        name = self._settings.model
-        remote = isinstance(error, OSError) and not Path(name).exists()
-        model = f"{name} (no folder here, so looked for on the model hub)" if remote else name
-        permanent = isinstance(error, SettingsError) or unknown_model(error)
-        return (EngineUnusable if permanent else EngineDied)(f"{model}: {reason}")
 
     def _build(self) -> Any:
         """On the host's thread: the `sglang.Engine`."""

@@ -60,20 +60,6 @@ class EngineEnd:
         return task.result()
 
 
-#: by name, errors of the model hub that come again at every try: it has no such model for us, or no such version of it
-_UNKNOWN_MODEL = {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}
-
-
-def unknown_model(error: BaseException) -> bool:
-    """Whether this came of a model that the hub does not have. A hub that was not reached may have it at the next try."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if any(kind.__name__ in _UNKNOWN_MODEL for kind in type(cause).__mro__):
-            return True
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return False
-
-
 def one_line(error: BaseException) -> str:
     """What went wrong, for the operator: the last line of the message says it in tracebacks, the first one elsewhere."""
     text = str(getattr(error, "detail", None) or error).strip()
