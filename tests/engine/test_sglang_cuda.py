@@ -1,5 +1,6 @@
 """The same engine on a GPU: the same answers within its arithmetic, whole batches, and nothing left behind."""
 
+import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPa
 from enginepool.workers.packed import packed_cost
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
-from tests.engine.test_sglang_generate import CONTEXT, check_profile, check_saved
+from tests.engine.test_sglang_generate import CONTEXT, check_profile, check_saved, check_spans
 from tests.engine.test_sglang_scores import VOCAB, declared, full_batch, part_of, random_batch, whole
+
+torch: Any = importlib.import_module("torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 #: Kernels on a GPU take bfloat16, of 8 bits: logits, whose deviation is 1, are off by some hundredths.
@@ -226,3 +229,11 @@ def test_an_engine_that_starts_on_saved_weights_generates_the_same(
 ) -> None:
     """The same kernels compute both: they differ by less than two values of bfloat16 do."""
     check_saved(generating, models.causal, tmp_path, BFLOAT16 / 10, **GENERATES)
+
+
+@pytest.mark.parametrize("lender", ["cuda:0", ""])
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_sequences_go_on_under_new_weights_also_of_a_publisher_that_shares_the_gpu(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path, mode: str, lender: str
+) -> None:
+    check_spans(generating, reference, models.causal, tmp_path, mode, lender, torch.bfloat16, BFLOAT16)
