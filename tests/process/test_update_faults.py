@@ -34,6 +34,8 @@ TIMES: dict[str, Any] = {
     "update_join_s": 5.0,
     "update_stall_s": 2.0,
     "update_load_s": 5.0,
+    # Where an update was committed without a worker that is ready a moment later, its snapshot may not be written then.
+    "restore_again_s": 0.5,
 }
 #: of a publisher that tries again
 PATIENT: dict[str, Any] = {**OPTIONS, "retry_timeout": PATIENCE_S}
