@@ -5,7 +5,7 @@
 One pool of one worker, with one request in flight and then with an open loop of Poisson arrivals. All processes of the pool
 note the time at each boundary that a request passes, on one clock: the client, the coordinator, the worker, and SGLang's
 scheduler. The steps follow each other without a gap, so that their means add up to the mean latency. Nothing of it is in the
-pool itself: its processes are started by modules of `bench.tracing`, which put the marks around its functions, some
+pool itself: its processes are started by modules of `bench.peers`, which put the marks around its functions, some
 microseconds each. `--bare` leaves the marks out, and tells the latency alone.
 """
 
@@ -110,7 +110,7 @@ def run(chosen: argparse.Namespace, scratch: Path, stack: ExitStack) -> list[Row
     marks = scratch / "marks"
     marks.mkdir()
     os.environ[VARIABLE] = str(marks)
-    daemon = "enginepool.coordinator.shell.daemon" if chosen.bare else "bench.tracing.coordinator"
+    daemon = "enginepool.coordinator.shell.daemon" if chosen.bare else "bench.peers.traced_coordinator"
     address, _ = pool_of(model, chosen.device, ["score"], {}, scratch, stack, daemon=daemon)
     calls = asyncio.run(measure(address, shape, phases))
     if chosen.bare:

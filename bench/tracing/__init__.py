@@ -1,1 +1,1 @@
-"""Timestamps at the boundaries that a request passes, taken in all processes of a pool. Only `bench.breakdown` starts these."""
+"""What a benchmark reads of the moments that the processes of a traced pool note."""

@@ -68,10 +68,10 @@ def steps_of(call: Call, request: str, marks: Marks, related: dict[str, list[str
 
 
 def numbers(marks: Marks) -> list[str]:
-    """The requests that arrived, in their order."""
+    """The requests that arrived, by their numbers."""
     return sorted(marks["arrived"], key=lambda name: int(name[1:]))
 
 
 def traced(calls: Sequence[Call], marks: Marks, related: dict[str, list[str]]) -> list[list[float]]:
-    """The steps of each call. The calls of one client, in their order, are the requests in theirs. Raises ValueError."""
+    """The steps of each call. Call N of one client is its request N. Raises ValueError."""
     return [steps_of(call, request, marks, related) for call, request in zip(calls, numbers(marks), strict=True)]

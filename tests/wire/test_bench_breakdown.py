@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bench.breakdown import TOTAL, WARM, rows_of
-from bench.tracing.coordinator import trace as trace_coordinator
+from bench.peers.traced_coordinator import trace as trace_coordinator
+from bench.peers.traced_scheduler import trace as trace_scheduler
 from bench.tracing.marks import VARIABLE, Marker, Marks, read_marks
-from bench.tracing.scheduler import trace as trace_scheduler
 from bench.tracing.steps import STEPS, Call, steps_of, traced
 from enginepool.coordinator.core import events as ev
 from enginepool.workers.loop import WorkerProcess

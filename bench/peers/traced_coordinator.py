@@ -1,4 +1,4 @@
-"""A coordinator whose requests are traced: `python -m bench.tracing.coordinator`, configured as the daemon is."""
+"""A coordinator whose requests are traced: `python -m bench.peers.traced_coordinator`, configured as the daemon is."""
 
 import sys
 from typing import Any
@@ -38,5 +38,5 @@ def trace(machine: type[Machine], marker: Marker) -> None:
 
 if __name__ == "__main__":
     trace(Machine, Marker())
-    local.COMMAND = (sys.executable, "-m", "bench.tracing.worker")
+    local.COMMAND = (sys.executable, "-m", "bench.peers.traced_worker")
     sys.exit(daemon.main())

@@ -1,9 +1,11 @@
-"""A worker whose batches are traced: `python -m bench.tracing.worker`, configured as any worker is."""
+"""A worker whose batches are traced: `python -m bench.peers.traced_worker`, configured as any worker is."""
 
+from collections.abc import Awaitable
 from contextvars import ContextVar
+from inspect import isawaitable
 from typing import Any
 
-from bench.tracing import scheduler
+from bench.peers import traced_scheduler
 from bench.tracing.marks import Marker
 from enginepool.protocol.messages import Done
 from enginepool.workers import main as worker
@@ -24,6 +26,11 @@ def trace(marker: Marker) -> None:
     scoring: Any = EngineScoring
     entries: Any = Entries
     compute, ask, note, begin = process._batch, scoring._ask, entries._note, entries.__init__
+
+    async def marked(sending: Awaitable[Any], rows: str) -> Any:
+        result = await sending
+        marker.mark("sent", rows)
+        return result
 
     async def traced_batch(self: Any, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
         key = f"b{run.batch.batch[1]}"
@@ -51,15 +58,18 @@ def trace(marker: Marker) -> None:
         begin(self, tm, *args)
         if (send := getattr(tm, "_send_batch_request", None)) is not None:
 
-            async def traced_send(sent: Any, *args: Any) -> Any:
-                result = await send(sent, *args)
-                marker.mark("sent", str(sent[0].rid)[:BATCH_ID])
-                return result
+            def traced_send(sent: Any, *args: Any) -> Any:
+                rows = str(sent[0].rid)[:BATCH_ID]
+                sending = send(sent, *args)
+                if isawaitable(sending):
+                    return marked(sending, rows)
+                marker.mark("sent", rows)  # SGLang 0.5.17 awaits nothing here
+                return sending
 
             tm._send_batch_request = traced_send
 
     process._batch, scoring._ask, entries._note, entries.__init__ = traced_batch, traced_ask, traced_note, traced_entries
-    build.run_scheduler = scheduler.run_scheduler
+    build.run_scheduler = traced_scheduler.run_scheduler
 
 
 if __name__ == "__main__":
