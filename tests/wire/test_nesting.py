@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
@@ -16,14 +15,25 @@ from enginepool.protocol.nesting import deeper
 from tests.core.counting import cost_of
 
 DECODER = msgspec.msgpack.Decoder(m.FromClient)
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
-)
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=20), st.dictionaries(st.text(max_size=3), inner, max_size=20)),
-    max_leaves=60,
-)
+
+
+def scalar(chance: Random) -> Any:
+    """Of any kind and of any width. Texts, bytes and extensions hold what could begin a container."""
+    sign, bits = chance.choice((1, -1)), chance.randrange(64)
+    kinds = (None, True, chance.uniform(-1e9, 1e9), sign * chance.getrandbits(bits), 2**64 - 1, -(2**63))
+    size = chance.choice((0, 3, 15, 31, 32, 300, 70_000 if chance.random() < 0.05 else 255))
+    data = chance.randbytes(size)
+    return chance.choice((*kinds, "\u0511" * (size // 2), data, msgspec.msgpack.Ext(5, data)))
+
+
+def value(chance: Random, levels: int) -> Any:
+    """Nested `levels` deep at most: a list or a map of few values, or of more than their first byte can count."""
+    if not levels or chance.random() < 0.2:
+        return scalar(chance)
+    inner = [value(chance, levels - 1) for _ in range(chance.choice((0, 1, 1, 2, 2, 3)))]
+    inner += [scalar(chance) for _ in range(chance.choice((0, 0, 0, 14, 17)))]
+    chance.shuffle(inner)
+    return inner if chance.random() < 0.5 else {f"{chance.choice(('', 'key'))}{i}": one for i, one in enumerate(inner)}
 
 
 def depth(value: Any) -> int:
@@ -34,9 +44,16 @@ def depth(value: Any) -> int:
     return 0
 
 
-@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=20), st.integers(1, 8))
-def test_depth_is_found_exactly(header: dict[str, Any], levels: int) -> None:
-    assert deeper(msgspec.msgpack.encode(header), levels, 1 << 20) == (depth(header) > levels)
+def test_depth_is_found_exactly() -> None:
+    found = [0, 0]
+    for seed in range(500):
+        chance = Random(seed)
+        header = {f"{i}": value(chance, chance.randrange(9)) for i in range(chance.randrange(20))}
+        levels = chance.randint(1, 8)
+        is_deeper = depth(header) > levels
+        assert deeper(msgspec.msgpack.encode(header), levels, 1 << 20) == is_deeper, seed
+        found[is_deeper] += 1
+    assert min(found) > 100, found
 
 
 def nested(levels: int) -> Any:
