@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -133,6 +134,12 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
                 yield Import(node.args[0].value, node.lineno)
 
 
+@cache
+def imports_of(path: str, source: str) -> list[Import]:
+    """Every import of a file, which is parsed once."""
+    return list(imports(path, ast.parse(source, path)))
+
+
 def package_of(path: str) -> list[str]:
     """The package that a file is in, by its import name."""
     parts = list(PurePosixPath(path).parent.parts)
@@ -192,7 +199,7 @@ def violations(sources: dict[str, str]) -> list[str]:
     broken: dict[tuple[str, int, str], str] = {}
     collectives: set[str] = set()
     for path, source in sorted(sources.items()):
-        for found in imports(path, ast.parse(source, path)):
+        for found in imports_of(path, source):
             if rule := broken_rule(path, found, pure_modules):
                 broken.setdefault((path, found.line, rule), found.name)
             if found.within("torch.distributed") and not path.startswith(("tests/", "bench/", "examples/")):
@@ -217,11 +224,13 @@ def circle(sources: dict[str, str]) -> list[str]:
     known = set(names.values())
     graph: dict[str, set[str]] = {}
     for path, source in sources.items():
-        tree = ast.parse(source, path)
+        every = imports_of(path, source)
         if path.endswith("__init__.py") or path in ENTITIES:
+            tree = ast.parse(source, path)
             tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+            every = imports(path, tree)
         graph[names[path]] = needed = set[str]()
-        for found in imports(path, tree):
+        for found in every:
             name = found.name if found.name in known else found.name.rpartition(".")[0]
             if name in known and name != names[path]:
                 needed.add(name)
