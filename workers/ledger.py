@@ -164,14 +164,14 @@ class TaskLedger:
         assert self.held.keys() <= self.running
         assert not self.running & self.answers.keys(), "answered and running"
         assert not self.running & self.unsent.keys()
-        assert all(task[0] == epoch for task in (*self.running, *self.answers, *self.unsent))
-        assert all(task[0] <= epoch for task in (*self.leaving, *self.stopped, self.latest))
+        assert {task[0] for task in (*self.running, *self.answers, *self.unsent)} <= {epoch}
+        assert max([task[0] for task in (*self.leaving, *self.stopped, self.latest)]) <= epoch
         assert not self.leaving & self.running
         assert self.generating <= self.running
         assert not self.stopped & (self.running | self.leaving)
         assert not self.generating & (self.answers.keys() | self.unsent.keys()), "a generation has no answer"
         assert len(self.answers) <= KEPT_ANSWERS
-        assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
+        assert self.answer_bytes == sum([len(frame) for answer in self.answers.values() for frame in answer.frames])
         assert self.answer_bytes <= KEPT_BYTES
 
 
