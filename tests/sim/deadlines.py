@@ -10,6 +10,8 @@ def watch_deadlines(machine: Machine) -> None:
     def check() -> None:
         real()
         for worker in core.worker_links.values():
+            if not worker.batches:
+                continue
             update = core.update_of(worker.group)
             stands_still = update is not None and update.loading and worker.incarnation in update.members
             if worker.lost or stands_still:

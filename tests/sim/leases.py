@@ -24,9 +24,7 @@ class Leases:
         self._lapsed: set[Key] = set()
 
     def came(self, event: ev.Event) -> None:
-        """The coordinator handles this now."""
-        if type(event) not in COUNTED:
-            return
+        """The coordinator handles this now, one of COUNTED."""
         if isinstance(event, ev.ClientHello):
             incarnation, link = self._newest.get(event.client, (0, b""))
             if event.incarnation >= incarnation:

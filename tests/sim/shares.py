@@ -75,7 +75,7 @@ class Shares:
                     # the looser count finds more: a client counts as light although short rows brought it into debt.
                     weight = max(weight, rows * row_share(can))
                 waits = self._serve(level, request.client, weight, waits)
-        self._waits[group.name] = waits + self._new(group)
+        self._waits[group.name] = waits + self._new(group) if group.live else waits
 
     def _serve(self, level: Level, client: Client, weight: float, waits: list[Wait]) -> list[Wait]:
         """A client is served. A light one that was served in another signature since is not one any more: the other waits."""

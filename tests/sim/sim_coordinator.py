@@ -19,9 +19,10 @@ from enginepool.coordinator.shell.decode import client_event, refusal, worker_ev
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Accept, ErrorReply, Expired, Message, Welcome
-from enginepool.protocol.messages.weights import Published
+from enginepool.protocol.messages.weights import Phase, Published
 from tests.core.checked_machine import CheckedMachine
 from tests.sim.cluster import Cluster
+from tests.sim.leases import COUNTED
 from tests.sim.network import Link, Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_stager import content_of
@@ -80,7 +81,7 @@ class SimCoordinator:
         #: committed adapters, as on disk
         self.adapters: dict[str, list[AdapterVersion]] = {}
         self._last_write = 0.0
-        #: called with each message to a client
+        #: called with each `Phase` and `Published` that it says
         self.heard: Callable[[Message], None] = lambda _: None
 
     def start(
@@ -156,8 +157,10 @@ class SimCoordinator:
         greeted = False
         for event in events:
             note("coordinator", event)
-            came(event)
-            greeted = greeted or type(event) in GREETINGS
+            kind = type(event)
+            if kind in COUNTED:
+                came(event)
+            greeted = greeted or kind in GREETINGS
         ahead = self._ahead(events) if greeted else ()
         effects = self._effects(events)
         if effects is None:
@@ -331,7 +334,8 @@ class SimCoordinator:
             every = (one for weights in self.watch.oracle.weights.values() for one in weights)
             journaled = any(one.committed and one.version == message.version for one in every)
             assert journaled, f"published before it was journaled: {message}"
-        self.heard(message)
+        if type(message) is Phase or type(message) is Published:
+            self.heard(message)
 
     def _set_timer(self, at: float) -> None:
         if at < self._timer_at:

@@ -5,8 +5,9 @@
 A failure is raised as `Failed`, which says how to replay it and shows what happened last.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -422,6 +423,20 @@ class Simulation:
         coordinator.watch.check()
 
 
+@contextmanager
+def one_collection() -> Iterator[None]:
+    """A schedule that has ended is one large cycle, and it makes few before: garbage is looked for then, among what is new."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
+
+
+@one_collection()
 def simulate(
     seed: int,
     workers: int,

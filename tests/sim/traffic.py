@@ -245,8 +245,8 @@ def _row(random: Random, mark: list[int], width: int) -> list[int]:
 
 
 def _filler(random: Random, n: int) -> list[int]:
-    low, span = FILLER[0], FILLER[1] - FILLER[0]
-    return [low + int(span * random.random()) for _ in range(n)]
+    low, span, draw = FILLER[0], FILLER[1] - FILLER[0], random.random
+    return [low + int(span * draw()) for _ in range(n)]
 
 
 def _spoil(random: Random, call: Call, items: list[list[int]], can: Capabilities) -> None:

@@ -100,7 +100,8 @@ class Watch:
         self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
-            self._trial(group)
+            if group.trial is not self._trials.get(group.name):
+                self._trial(group)
             mine = [batch for batch in new if batch.worker.group is group] if new else new
             if self.fair:
                 self._shares.after(group, mine)
@@ -110,7 +111,7 @@ class Watch:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
                 self.oracle.needed.add(group.name)
-            update = core.update_of(group)
+            update = core.update_of(group) if core.updates else None
             phase = "" if update is None else update.phase
             if due or phase != self._phases.get(group.name, ""):
                 self._phases[group.name] = phase
@@ -200,6 +201,8 @@ class Watch:
     def _no_idle_worker(self, group: Group) -> None:
         if group.resume_at:
             return  # an engine of it ran out of memory
+        if not (group.queue.size or group.suspects.size or group.texts.size):
+            return
         for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):
             worker = routing.least() if routing.open else None
             if worker is None:
@@ -258,10 +261,8 @@ class Watch:
                 assert first is None or _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:
-        """Count the workers that were lost in a trial, by call."""
+        """The trial of a group is another one: count the workers that were lost in a trial, by call."""
         before = self._trials.get(group.name)
-        if before is group.trial:
-            return
         if before is not None:
             if before.worker.lost:
                 self._count(before.slices[0][0])
