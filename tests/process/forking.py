@@ -363,7 +363,7 @@ def _work(
         os.dup2(lifeline, number)
     become(environment, folder, log)
     sys.argv = [module]
-    (fork_what_is_started if "ENGINEPOOL_CONFIG" in environment else fork_what_sglang_spawns)()
+    (fork_what_is_started if "coordinator" in module else fork_what_sglang_spawns)()
     _run("-m", module)
 
 
