@@ -1,6 +1,6 @@
 """Which process runs which tests, where several do (`pytest -n`). A plugin that `conftest.py` registers with pytest-xdist.
 
-- All tests that share the real engines, which start once, run in one process.
+- All tests that share real engines, which start once, run in one process, and so do all others that load SGLang.
 - A test of the simulator shares nothing, and any process may run it.
 - Of everything else, a process runs a whole file.
 
@@ -19,6 +19,8 @@ from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissing
 from xdist.workermanage import WorkerController  # pyright: ignore[reportMissingTypeStubs]
 
 ENGINES = "tests/engine"
+#: of those, the tests that share engines; the others start pools or engines of their own
+SHARED_ENGINES = (f"{ENGINES}/test_sglang", f"{ENGINES}/test_versions")
 SIMULATOR = "tests/sim/"
 #: The tests that take longest come first, and those of the simulator last.
 ORDER = (f"{ENGINES}/", "tests/house/", "tests/process/", "tests/wire/", "tests/core/", SIMULATOR)
@@ -28,7 +30,7 @@ def scope(nodeid: str) -> str:
     """The name of what one process runs."""
     path = nodeid.partition("::")[0]
     if path.startswith(f"{ENGINES}/"):
-        return ENGINES
+        return f"{ENGINES}: shared" if path.startswith(SHARED_ENGINES) else ENGINES
     return nodeid if path.startswith(SIMULATOR) else path
 
 
