@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from enginepool.workers.sglang.host.engine import SglangEngine
 from enginepool.workers.texts import TextIds, TextTask
 from tests.engine import forked as forks
 from tests.process import forking
+from tests.process.waiting import check_running
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
 START_S = 500
@@ -259,7 +261,7 @@ class _Host:
             order.append(i)
 
         running = [asyncio.create_task(one(i, task)) for i, task in enumerate(tasks)]
-        await all_begun.wait()
+        await _wait_for(all_begun, running)
         await asyncio.gather(*running, one(len(tasks), late))
         return order
 
@@ -277,7 +279,7 @@ class _Host:
 
         work = asyncio.create_task(self._engine.generate(task, emit))
         if after > 0:
-            await enough.wait()
+            await _wait_for(enough, [work])
         for _ in range(-after):
             await asyncio.sleep(0)
         work.cancel()
@@ -310,7 +312,7 @@ class _Host:
             least = [count + after for count in (pauses[-1] if pauses else [0] * len(tasks))]
             while not all(count >= one for count, one in zip(counts(), least, strict=True)):
                 moved.clear()
-                await moved.wait()
+                await _wait_for(moved, work)
             await self._engine.pause(mode, confirmed=load is None)
             if load is not None:
                 await self._engine.weights.load_weights(*load)
@@ -320,6 +322,7 @@ class _Host:
             assert counts() == pauses[-1], "tokens in a pause"
             engine: Any = self._engine
             while load is not None and not engine._generation.messages._held:
+                assert not all(one.done() for one in work), "they have ended before the load"
                 await asyncio.sleep(0.001)  # it has gone on with the load, and its tokens are held back
             assert counts() == pauses[-1], "tokens of weights that are not committed"
             await self._engine.resume()
@@ -339,7 +342,7 @@ class _Host:
         work = [asyncio.create_task(self._engine.generate(task, partial(emit, i))) for i, task in enumerate(tasks)]
         while not all(emitted):
             moved.clear()
-            await moved.wait()
+            await _wait_for(moved, work)
         await self._engine.pause(mode)
         before = len(emitted[0])
         work[0].cancel()
@@ -367,11 +370,12 @@ class _Host:
 
         engine: Any = self._engine
         work = asyncio.create_task(self._engine.generate(task, emit))
-        await begun.wait()
+        await _wait_for(begun, [work])
         await self._engine.pause("in_place", confirmed=False)
         await self._engine.weights.load_weights(*load)
         loaded = len(emitted)
         while not engine._generation.messages._held:
+            assert not work.done(), "it has ended before the load"
             await asyncio.sleep(0.001)
         assert len(emitted) == loaded, "tokens of weights that are not committed"
         work.cancel()
@@ -401,6 +405,7 @@ class _Host:
         try:
             pending = [asyncio.create_task(one(place)) for place in range(len(batches))]
             while sent < len(batches):
+                check_running(pending)
                 await asyncio.sleep(0.01)
         finally:
             del engine._tm._dispatch_to_scheduler
@@ -467,7 +472,7 @@ class _Host:
         """SIGKILL the scheduler while it generates; raises what the task ends with."""
         begun = asyncio.Event()
         work = asyncio.create_task(self._engine.generate(task, lambda _: begun.set()))
-        await begun.wait()
+        await _wait_for(begun, [work])
         _scheduler().kill()
         await work
 
@@ -481,6 +486,21 @@ class _Host:
         except EngineDied as error:
             return Closed(seconds, children, str(error))
         raise AssertionError("a closed engine answered")
+
+
+async def _wait_for(event: asyncio.Event, tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """What tasks cause. Raises what one of them has raised, and AssertionError if all have ended before."""
+    running = set(tasks)
+    waiting = asyncio.create_task(event.wait())
+    try:
+        while not event.is_set():
+            assert running, "all have ended before"
+            done, _ = await asyncio.wait({waiting, *running}, return_when=asyncio.FIRST_COMPLETED)
+            running -= done
+            for task in done:
+                task.result()
+    finally:
+        waiting.cancel()
 
 
 def _scheduler() -> psutil.Process:

@@ -21,6 +21,7 @@ from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
+from tests.process.waiting import check_running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -291,6 +292,7 @@ def test_coordinators_that_are_stopped_and_started_again_cost_no_call_and_load_n
             await asyncio.sleep(0.05)
 
     results: list[ScoreResult] = []
+    calls: list[asyncio.Task[None]] = []
 
     async def ask(pool: Pool, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -304,6 +306,7 @@ def test_coordinators_that_are_stopped_and_started_again_cost_no_call_and_load_n
     async def more(answers: int) -> None:
         answers += len(results)
         while len(results) < answers:
+            check_running(calls)
             await asyncio.sleep(0.01)
 
     async def scenario() -> None:
@@ -311,7 +314,7 @@ def test_coordinators_that_are_stopped_and_started_again_cost_no_call_and_load_n
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(timeout=START_S)
             before = {name: pid for name, (pid, _) in (await workers(pool)).items()}
-            calls = [asyncio.create_task(ask(pool, stop)) for _ in range(4)]
+            calls.extend(asyncio.create_task(ask(pool, stop)) for _ in range(4))
             for sign in (signal.SIGUSR1, signal.SIGKILL, signal.SIGUSR1):
                 await more(8)
                 coordinator.process.send_signal(sign)

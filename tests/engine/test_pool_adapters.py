@@ -19,6 +19,7 @@ from tests.engine.adapters import TARGETS, make_adapter, with_adapter
 from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.processes import Processes
+from tests.process.waiting import check_running
 
 safetensors: Any = importlib.import_module("safetensors.torch")
 
@@ -61,6 +62,7 @@ def test_adapters_are_loaded_replaced_while_they_generate_and_loaded_again_by_th
             await pool.load_adapter("f", first)
             old = asyncio.ensure_future(pool.generate(PROMPTS, adapter="f", max_new_tokens=200, **GREEDY))
             while not (await pool.status()).groups[0].running:
+                check_running([old])
                 await asyncio.sleep(0.01)
             await pool.load_adapter("f", tensors=tensors, config=json.loads(config))
             new = await pool.generate(PROMPTS, adapter="f", max_new_tokens=40, **GREEDY)

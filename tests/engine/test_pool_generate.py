@@ -26,6 +26,7 @@ from tests.engine.language_models import LanguageModel
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
+from tests.process.waiting import check_running
 
 safetensors: Any = importlib.import_module("safetensors.torch")
 
@@ -254,6 +255,7 @@ def test_a_group_sleeps_in_the_middle_of_streams_and_has_other_weights_when_they
                 assert (await pool.status()).groups[0].running == 0
                 gone = asyncio.create_task(pool.generate([5, 6], max_new_tokens=LONG, **GREEDY))
                 while (await pool.status()).groups[0].queued < 5:
+                    check_running([gone])
                     await asyncio.sleep(0.01)
                 modes: list[tuple[RunningGenerations, int]] = [("in_place", 5), ("retract", 4)]
                 for mode, inside in modes:

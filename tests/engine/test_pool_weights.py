@@ -23,6 +23,7 @@ from tests.engine.forked import ForkedDaemon
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
+from tests.process.waiting import check_running
 
 torch: Any = importlib.import_module("torch")
 safetensors: Any = importlib.import_module("safetensors.torch")
@@ -90,6 +91,7 @@ class Load:
         self.answers: list[Answer] = []
         self.asked = 0
         self.stop = False
+        self.clients: list[asyncio.Task[None]] = []
 
     async def client(self, pool: Pool, seed: int) -> None:
         chance = random.Random(seed)
@@ -110,6 +112,7 @@ class Load:
         goal = len(self.answers) + count
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < goal:
+                check_running(self.clients)
                 await asyncio.sleep(0.005)
 
 
@@ -152,7 +155,7 @@ def test_after_each_of_many_updates_under_load_every_answer_is_of_exactly_its_we
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, device="cpu", bucket_bytes=1 << 18) as publisher:
             await all_ready(pool)
             first = (await pool.weights()).version + 1
-            clients = [asyncio.create_task(load.client(pool, seed)) for seed in range(CLIENTS)]
+            clients = load.clients = [asyncio.create_task(load.client(pool, seed)) for seed in range(CLIENTS)]
             for version in range(first, first + updates):
                 record = await publisher.publish(drawn(own, version), version, transfer=transfer)
                 published.append(version)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from enginepool import Pool
+from tests.process.waiting import check_running
 
 #: bulk requests under way at all times; answers of urgent ones that a median is taken of
 BULK, URGENT = 48, 30
@@ -58,11 +59,13 @@ async def medians(address: str, *, text: bool) -> Medians:
         tasks = [asyncio.create_task(more(greedy)) for _ in range(BULK)]
         try:
             while len(bulk) < 2 * BULK:
+                check_running(tasks)
                 await asyncio.sleep(0.05)
             bulk.clear()
             for _ in range(URGENT):
                 await ask(patient, HIGH, urgent)
             while len(bulk) < BULK:
+                check_running(tasks)
                 await asyncio.sleep(0.05)
         finally:
             for task in tasks:

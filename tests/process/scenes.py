@@ -81,13 +81,14 @@ class Stage:
         """Wait until it is there."""
         async with asyncio.timeout(PATIENCE_S):
             while handle.phase != phase:
-                assert handle.phase != "failed"
+                assert handle.phase not in ("failed", "committed"), f"the update is over before {phase} was seen"
                 await asyncio.sleep(0.002)
 
     async def failed(self, handle: UpdateHandle) -> None:
         """Wait until the coordinator has given it up."""
         async with asyncio.timeout(PATIENCE_S):
             while handle.phase != "failed":
+                assert handle.phase != "committed"
                 await asyncio.sleep(0.002)
 
     async def pid(self, place: int) -> int:

@@ -27,6 +27,7 @@ from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_cli_worker import Outside
 from tests.process.test_generate import VOCAB, prompt, workers_of
+from tests.process.waiting import check_running
 
 #: 32 slots, and a step of 2 ms; the model has one weight that adapters may change
 OPTIONS: dict[str, Any] = {
@@ -190,6 +191,7 @@ def test_a_worker_that_is_killed_while_it_loads_ends_the_change_and_the_next_one
         await pool.load_adapter("a", tensors=tensors(1), config=CONFIG)
         change = asyncio.create_task(pool.load_adapter("a", tensors=tensors(2), config=CONFIG))
         while not (pids := [worker.pid for worker in await workers(pool) if worker.detail == "loads adapter a@2"]):
+            check_running([change])
             await asyncio.sleep(0.01)
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(errors.UpdateAborted, match=r"g-\d did not load a@2: it was lost"):
@@ -212,6 +214,7 @@ def test_a_coordinator_that_is_killed_while_workers_load_is_asked_again_by_the_c
     async def scene(pool: Pool) -> None:
         change = asyncio.create_task(pool.load_adapter("a", tensors=tensors(1), config=CONFIG))
         while not any(worker.detail == "loads adapter a@1" for worker in await workers(pool)):
+            check_running([change])
             await asyncio.sleep(0.01)
         daemon.kill()
         again = await asyncio.to_thread(daemon.successor)

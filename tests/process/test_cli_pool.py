@@ -319,7 +319,7 @@ def test_sigterm_lets_begun_work_finish(processes: Processes, tmp_path: Path) ->
         async with Pool.connect(own.address) as pool:
             task = asyncio.create_task(pool.score([1, 2], [[3]], label_token_ids=[4]))
             while not (await pool.status()).groups[0].running:
-                if task.done():  # before anybody looked
+                if task.done() and await task:  # before the pool was looked at
                     task = asyncio.create_task(pool.score([1, 2], [[3]], label_token_ids=[4]))
             ended = await asyncio.to_thread(stop, own)
             return (await task).scores.tolist(), ended

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +32,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         daemon = ForkedDaemon(processes, config).listening()
         with BlockingPool.connect(daemon.address) as pool:
             pool.ready(PATIENCE_S)
+            end = time.monotonic() + PATIENCE_S
             while len([worker for worker in pool.weights().workers if not worker.message]) < 2:
-                continue
+                assert time.monotonic() < end
+                time.sleep(0.01)
         yield daemon.address
 
 

@@ -83,6 +83,8 @@ class Shared:
             asked = asyncio.ensure_future(eval(call, {"pool": pool}))
             await asyncio.sleep(0)  # it is sent ahead of the status
         while not begun((await pool.status()).groups[0]) and (asked is None or not asked.done()):
+            if program:
+                assert program.poll() is None, "the caller has ended"
             await asyncio.sleep(0.01)
         if who == "caller killed":
             program.kill()

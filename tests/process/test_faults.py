@@ -47,6 +47,7 @@ class Load:
         self.asked = self.answered = 0
         self.stop = asyncio.Event()
         self._more = asyncio.Condition()
+        self._failures: list[Exception] = []
 
     async def one(self, pool: Pool) -> None:
         rng = self.random
@@ -65,11 +66,18 @@ class Load:
         """Wait until so many more answers have come."""
         goal = self.answered + more
         async with self._more:
-            await asyncio.wait_for(self._more.wait_for(lambda: self.answered >= goal), PATIENCE_S)
+            await asyncio.wait_for(self._more.wait_for(lambda: self.answered >= goal or self._failures), PATIENCE_S)
+        assert not self._failures, self._failures
 
     async def caller(self, pool: Pool) -> None:
-        while not self.stop.is_set():
-            await self.one(pool)
+        try:
+            while not self.stop.is_set():
+                await self.one(pool)
+        except Exception as error:
+            self._failures.append(error)
+            async with self._more:
+                self._more.notify_all()
+            raise
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["Load"]:

@@ -29,6 +29,8 @@ GENERATES: dict[str, Any] = {
 #: of 1 s each
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 100}
 STREAMS = 40
+#: of 4 s: what it meets later is sure to meet it
+LONG: dict[str, Any] = {"max_new_tokens": 400}
 
 
 def generating(processes: Processes, directory: Path, workers: int = 2, options: Any = None, **timing: Any) -> Daemon:
@@ -59,20 +61,28 @@ class Streams:
         #: by stream and sample
         self.taken: dict[tuple[int, int], list[int]] = {(i, sample): [] for i in range(count) for sample in range(self.n)}
         self._more = asyncio.Condition()
+        self._failures: list[Exception] = []
         self.tasks = [asyncio.create_task(self._stream(pool, i)) for i in range(count)]
 
     async def _stream(self, pool: Pool, i: int) -> Generations:
         stream = pool.stream(prompt(i), **self.options)
-        async for chunk in stream:
-            self.taken[i, chunk.sequence] += chunk.token_ids.tolist()
+        try:
+            async for chunk in stream:
+                self.taken[i, chunk.sequence] += chunk.token_ids.tolist()
+                async with self._more:
+                    self._more.notify_all()
+            return await stream.result()
+        except Exception as error:
+            self._failures.append(error)
             async with self._more:
                 self._more.notify_all()
-        return await stream.result()
+            raise
 
     async def until(self, tokens: int) -> None:
         """So many tokens were taken, of all streams together."""
         async with self._more:
-            await self._more.wait_for(lambda: sum(map(len, self.taken.values())) >= tokens)
+            await self._more.wait_for(lambda: sum(map(len, self.taken.values())) >= tokens or self._failures)
+        assert not self._failures, self._failures
 
     def left(self) -> list[asyncio.Task[Generations]]:
         """Those that have not ended."""

@@ -15,6 +15,7 @@ from tests.process.daemons import PATIENCE_S
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, prompt
+from tests.process.waiting import wait_until
 
 STREAMS = 200
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 150}
@@ -23,7 +24,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 150}
 def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordinator_is_killed(
     processes: Processes, tmp_path: Path
 ) -> None:
-    daemon = generating(processes, tmp_path, options={"inflight_rows": STREAMS // 2})
+    daemon = generating(processes, tmp_path, options={"inflight_rows": STREAMS // 2, "forward_s": 0.03})
     begun, ended = set[int](), set[int]()
     all_begun = asyncio.Event()
 
@@ -49,7 +50,11 @@ def test_streams_of_a_pool_have_the_tokens_of_an_undisturbed_run_when_the_coordi
     async def main() -> None:
         async with Pool.connect(daemon.address) as pool:
             readers = [asyncio.create_task(read(pool, i)) for i in range(STREAMS)]
-            await all_begun.wait()
+
+            async def in_the_middle() -> bool:
+                return all_begun.is_set()
+
+            await wait_until(in_the_middle, *readers)
             assert not ended, "all of them are in the middle"
             daemon.kill()
             again = ForkedDaemon(processes, daemon.config)

@@ -15,7 +15,7 @@ from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
-from tests.process.test_generate import VOCAB, all_ready, generating, prompt, run, streaming, workers_of
+from tests.process.test_generate import LONG, VOCAB, all_ready, generating, prompt, run, streaming, workers_of
 from tests.process.weights import some_weights
 
 #: each way in which generations may run when engines load
@@ -117,7 +117,7 @@ def test_generations_stay_in_their_engines_where_that_is_asked_for(processes: Pr
     async def scene() -> None:
         digests = {0: ""}
         for version, mode in enumerate(("in_place", "drain, then retract"), 1):
-            async with streaming(daemon) as (pool, streams), WeightPublisher(pool, **OPTIONS) as publisher:
+            async with streaming(daemon, 8, **LONG) as (pool, streams), WeightPublisher(pool, **OPTIONS) as publisher:
                 digests[version] = (await publisher.publish(some_weights(version), version, **MODES[mode])).digest
                 for [[one]] in await streams.check(digests):
                     assert [version for version, _ in one.spans] == [version - 1, version], mode

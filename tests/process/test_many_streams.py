@@ -16,6 +16,7 @@ from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
 from tests.process.test_generate import VOCAB, generating, workers_of
+from tests.process.waiting import check_running
 
 STREAMS, CLIENTS = 2000, 4
 #: every tenth reader takes nothing before all others have ended
@@ -76,6 +77,7 @@ async def all_at_once(daemon: Daemon, gate: asyncio.Event) -> AsyncGenerator[lis
         try:
             readers = [Reader(pools[i % CLIENTS], i, gate) for i in range(STREAMS)]
             while sum(worker.batches for worker in (await pools[0].status()).groups[0].workers) < STREAMS:
+                check_running([reader.task for reader in readers])
                 await asyncio.sleep(0.05)
         finally:
             for pid in pids:

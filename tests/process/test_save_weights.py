@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.test_flush import all_ready
 from tests.process.test_restarts import checkpoint
+from tests.process.waiting import wait_until
 
 
 def pool_in(processes: Processes, directory: Path, take_s: float = 0.0) -> Daemon:
@@ -29,6 +31,15 @@ def pool_in(processes: Processes, directory: Path, take_s: float = 0.0) -> Daemo
 
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def something_in(folder: Path, name: str = "") -> Callable[[], Coroutine[Any, Any, bool]]:
+    """Looks whether there is something of this name; "": anything."""
+
+    async def look() -> bool:
+        return name in names(folder) if name else bool(names(folder))
+
+    return look
 
 
 def test_what_is_saved_can_be_published_again_and_says_its_version(processes: Processes, tmp_path: Path) -> None:
@@ -69,8 +80,7 @@ def test_a_worker_that_is_killed_leaves_no_folder_of_that_name_and_the_next_save
         async with Pool.connect(daemon.address) as pool:
             await all_ready(pool)
             work = asyncio.ensure_future(pool.save_weights(saved / "a", worker="g-0"))
-            while not names(saved):
-                await asyncio.sleep(0.01)
+            await wait_until(something_in(saved), work)
             os.kill((await pool.status()).groups[0].workers[0].pid, signal.SIGKILL)
             with pytest.raises(errors.EngineFailed, match="g-0: lost"):
                 await work
@@ -88,15 +98,13 @@ def test_a_coordinator_that_is_killed_is_asked_again_and_the_folder_is_whole(pro
         async with Pool.connect(daemon.address) as pool:
             await all_ready(pool)
             work = asyncio.ensure_future(pool.save_weights(saved / "a", worker="g-0"))
-            while not names(saved):
-                await asyncio.sleep(0.01)
+            await wait_until(something_in(saved), work)
             daemon.kill()
             again = await asyncio.to_thread(daemon.successor)
             [outcome] = await asyncio.gather(work, return_exceptions=True)
             # The worker goes on. It may not have registered again when it was asked, or have ended before.
             assert re.search("version 0|exists already|not ready|is not a worker", str(outcome)), outcome
-            while "a" not in names(saved):
-                await asyncio.sleep(0.01)
+            await wait_until(something_in(saved, "a"))
             assert names(saved) == ["a"] and len(names(saved / "a")) == 2
             assert await asyncio.to_thread(again.end) == 0
 
@@ -112,8 +120,7 @@ def test_a_caller_that_is_gone_leaves_the_folder_and_nothing_else(processes: Pro
             with pytest.raises(errors.DeadlineExceeded):
                 await pool.save_weights(saved / "a", timeout=0.1)
         async with Pool.connect(daemon.address) as pool:
-            while "a" not in names(saved):
-                await asyncio.sleep(0.01)
+            await wait_until(something_in(saved, "a"))
             assert (await pool.save_weights(saved / "b")).message.startswith("version 0: ")
         assert names(saved) == ["a", "b"]
 

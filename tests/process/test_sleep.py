@@ -21,7 +21,8 @@ from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS, Play, Stage, arena, play
-from tests.process.test_generate import Streams, generating, run, streaming, workers_of
+from tests.process.test_generate import LONG, Streams, generating, run, streaming, workers_of
+from tests.process.waiting import check_running
 from tests.process.weights import some_weights
 
 __all__ = ["arena", "play"]
@@ -154,6 +155,7 @@ def test_the_requests_of_a_group_end_with_what_they_have(processes: Processes, t
             assert [row.code for row in report.workers] == [""]
             waits = asyncio.ensure_future(pool.generate([3, 4], max_new_tokens=5))
             while (await status_of(pool)).queued < 2:
+                check_running([waits])
                 await asyncio.sleep(0.01)
             assert await asyncio.to_thread(call, "abort", "g", "--connect", daemon.address) == (0, "2 requests ended\n", "")
             with pytest.raises(Interrupted) as ended:
@@ -165,6 +167,7 @@ def test_the_requests_of_a_group_end_with_what_they_have(processes: Processes, t
             for from_shell in (False, True):
                 waits = asyncio.ensure_future(pool.generate([3, 4], max_new_tokens=5))
                 while not (busy := (await pool.status()).busiest):
+                    check_running([waits])
                     await asyncio.sleep(0.01)
                 assert (busy[0].id, busy[0].requests) == (pool.client_id, 1)
                 if not from_shell:
@@ -193,11 +196,11 @@ def test_generations_of_a_paused_group_stand_still_take_new_weights_and_go_on(
     daemon = generating(processes, tmp_path)
 
     async def scene() -> None:
-        async with streaming(daemon) as (pool, streams), WeightPublisher(pool, **OPTIONS) as publisher:
-            gone = asyncio.create_task(pool.generate([1], max_new_tokens=500))
-            async with asyncio.timeout(PATIENCE_S):
-                while (await status_of(pool)).running <= len(streams.tasks):
-                    await asyncio.sleep(0)
+        async with streaming(daemon, 8, **LONG) as (pool, streams), WeightPublisher(pool, **OPTIONS) as publisher:
+            gone = asyncio.create_task(pool.generate([1], max_new_tokens=4 * LONG["max_new_tokens"]))
+            while (await status_of(pool)).running <= len(streams.tasks):
+                check_running([gone, *streams.tasks])
+                await asyncio.sleep(0)
             code, out, err = await asyncio.to_thread(call, "pause", "g", "--mode", mode, "--connect", daemon.address)
             assert (code, out, err) == (0, "g-0: paused\ng-1: paused\n", "")
             gone.cancel()

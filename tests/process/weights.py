@@ -16,6 +16,7 @@ from enginepool.client.score import ScoreResult
 from enginepool.protocol.manifest import Tensor
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S
+from tests.process.waiting import check_running
 
 #: of the sim model: two tensors of some buckets, and small ones
 MANIFEST = (
@@ -65,13 +66,14 @@ class Load:
     committed: dict[int, list[str]] = field(default_factory=lambda: {0: [""]})
     answers: list[Asked] = field(default_factory=list[Asked])
     asked: int = 0
+    callers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["Load"]:
         """Load for as long as the block runs; afterwards every call has its one answer, and each is right."""
         stop = asyncio.Event()
         pools = [await Pool.connect(self.address) for _ in range(self.clients)]
-        callers = [asyncio.create_task(self._ask(pool, stop, seed)) for seed in range(3) for pool in pools]
+        callers = self.callers = [asyncio.create_task(self._ask(pool, stop, seed)) for seed in range(3) for pool in pools]
         try:
             await self.more(10)
             yield self
@@ -91,6 +93,7 @@ class Load:
         goal = len(self.answers) + count
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < goal:
+                check_running(self.callers)
                 await asyncio.sleep(0.01)
 
     async def _ask(self, pool: Pool, stop: asyncio.Event, seed: int) -> None:
