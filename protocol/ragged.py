@@ -114,13 +114,18 @@ def measure(
             raise bad(f"items[{row}]", f"items[{row}]: empty, and so is the query", "1")
         return rows, total + shared * rows, longest + shared, shared if shortest else 0
     check_pairs(len(query_lengths) // 4, rows)
-    heads = np.frombuffer(query_lengths, np.uint32)
-    check_sum("query", int(heads.sum(dtype=np.int64)), len(query) // unit)
-    both = heads.astype(np.int64) + np.frombuffer(item_lengths, np.uint32)
-    if not both.min():
-        row = int(both.argmin())
+    if rows <= _FEW:
+        heads = memoryview(query_lengths).cast("I").tolist()
+        both = [q + n for q, n in zip(heads, lengths, strict=True)]
+    else:
+        heads = np.frombuffer(query_lengths, np.uint32)
+        both = heads.astype(np.int64) + np.frombuffer(item_lengths, np.uint32)
+    check_sum("query", _spread(heads)[0], len(query) // unit)
+    total, shortest, longest = _spread(both)
+    if not shortest:
+        row = next(i for i, n in enumerate(both) if not n)
         raise bad(f"items[{row}]", f"items[{row}]: empty, and so is its query", "1")
-    return rows, int(both.sum()), int(both.max()), 0
+    return rows, total, longest, 0
 
 
 def check_sum(name: str, total: int, size: int) -> None:
@@ -138,11 +143,11 @@ def check_pairs(queries: int, rows: int) -> None:
         )  # fmt: skip
 
 
-def _spread(lengths: "memoryview[int] | npt.NDArray[np.uint32]") -> tuple[int, int, int]:
+def _spread(lengths: "memoryview[int] | list[int] | npt.NDArray[Any]") -> tuple[int, int, int]:
     """(sum, minimum, maximum)."""
-    if isinstance(lengths, memoryview):
-        return sum(lengths), min(lengths), max(lengths)
-    return int(lengths.sum(dtype=np.int64)), int(lengths.min()), int(lengths.max())
+    if isinstance(lengths, np.ndarray):
+        return int(lengths.sum(dtype=np.int64)), int(lengths.min()), int(lengths.max())
+    return sum(lengths), min(lengths), max(lengths)
 
 
 def max_id(ids: Buffer) -> int:

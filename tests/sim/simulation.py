@@ -6,7 +6,7 @@ A failure is raised as `Failed`, which says how to replay it and shows what happ
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from random import Random
@@ -424,7 +424,7 @@ class Simulation:
 
 
 @contextmanager
-def one_collection() -> Iterator[None]:
+def one_collection() -> Generator[None]:
     """A schedule that has ended is one large cycle, and it makes few before: garbage is looked for then, among what is new."""
     enabled = gc.isenabled()
     gc.disable()

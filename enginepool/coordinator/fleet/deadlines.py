@@ -26,14 +26,15 @@ class WorkerDeadlines:
     def check(self) -> None:
         """Ping, and act on every deadline that has passed."""
         core, timing = self.core, self.core.config.timing
+        silence_s = timing.silence_s
         ping = core.now - self._pinged >= timing.ping_s
         if ping:
             self._pinged = core.now
         for worker in list(core.worker_links.values()):
             if worker.lost:
                 continue
-            if reason := self._silent(worker):
-                self.fleet.lose(worker, reason, kill=True, silent=True)
+            if (silence := core.now - worker.heard) > silence_s:
+                self.fleet.lose(worker, f"it was silent for {silence:.1f} s", kill=True, silent=True)
                 continue
             if reason := self._overdue(worker):
                 self.fleet.lose(worker, reason, kill=True)
@@ -44,22 +45,19 @@ class WorkerDeadlines:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
         self.slots.watch()
 
-    def _silent(self, worker: Worker) -> str:
-        silence = self.core.now - worker.heard
-        return f"it was silent for {silence:.1f} s" if silence > self.core.config.timing.silence_s else ""
-
     def _overdue(self, worker: Worker) -> str:
         now = self.core.now
         if worker.stage != "ready":
             allowed = self._allowed(worker)
             if allowed is not None and now - worker.since > allowed:
                 return f"it was {worker.stage} for more than {allowed:.0f} s"
-        update = self.core.update_of(worker.group)
-        # An engine that stands still while it takes weights has the deadline of the update.
-        stands_still = update is not None and update.loading and worker.incarnation in update.members
-        for batch in () if stands_still else worker.owed():
-            if now > batch.deadline:
-                return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
+        if worker.batches:
+            update = self.core.update_of(worker.group)
+            # An engine that stands still while it takes weights has the deadline of the update.
+            stands_still = update is not None and update.loading and worker.incarnation in update.members
+            for batch in () if stands_still else worker.owed():
+                if now > batch.deadline:
+                    return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
         for _, due in worker.texts.values():
             if now > due:
                 return "a text was not tokenized in time"
