@@ -24,8 +24,9 @@ USERS = 6
 async def ready(pool: Pool) -> None:
     """Both workers are."""
     await pool.ready(PATIENCE_S)
-    while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
+            await asyncio.sleep(0.01)
 
 
 def ids(user: int, turn: int) -> list[int]:

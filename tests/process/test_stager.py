@@ -321,7 +321,7 @@ def test_what_the_trainer_sends_is_what_the_engine_takes_several_times_over_one_
                 worker.tell(Committed(worker.update, version, digest))
             assert len(peers) == 1
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_the_engine_has_ready_what_it_takes_before_staged_is_said_and_lets_go_of_it_after_the_commit(
@@ -350,7 +350,7 @@ def test_the_engine_has_ready_what_it_takes_before_staged_is_said_and_lets_go_of
                 assert isinstance(ready, NewWeights) and ready.regions and ready == taken and last == "let go"
                 engine.asked.clear()
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_engine_that_cannot_get_ready_takes_the_weights_all_the_same(place: Place, trainer: Trainer) -> None:
@@ -361,7 +361,7 @@ def test_an_engine_that_cannot_get_ready_takes_the_weights_all_the_same(place: P
             handed = await worker.load(1)
             assert (handed.code, handed.digest, handed.prepare_us) == ("", digest, 0)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_engine_that_dies_while_it_gets_ready_is_lost(place: Place, trainer: Trainer) -> None:
@@ -397,7 +397,7 @@ def test_what_was_made_ready_is_let_go_of_when_the_update_ends(place: Place, tra
             while worker.engine.asked[-1] != "let go":
                 await asyncio.sleep(0.01)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("transfer", ["staged", "ipc"])
@@ -429,7 +429,7 @@ def test_a_restore_during_an_update_takes_no_memory_from_it(place: Place, traine
             while worker.engine.asked[-1] != "let go":
                 await asyncio.sleep(0.01)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_stagers_one_device_space_stays_open_until_it_takes_a_larger_one_or_is_gone(
@@ -463,7 +463,7 @@ def test_a_stagers_one_device_space_stays_open_until_it_takes_a_larger_one_or_is
             while asked[6:] != ["let go"]:
                 await asyncio.sleep(0.01)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_update_that_is_released_while_its_engine_joins_a_group_holds_up_no_other() -> None:
@@ -481,7 +481,7 @@ def test_an_update_that_is_released_while_its_engine_joins_a_group_holds_up_no_o
             task.cancel()
         await asyncio.gather(*worker.tasks, return_exceptions=True)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_update_that_is_released_while_the_engine_gets_ready_is_let_go_of_too(place: Place, trainer: Trainer) -> None:
@@ -496,7 +496,7 @@ def test_an_update_that_is_released_while_the_engine_gets_ready_is_let_go_of_too
                 await asyncio.sleep(0.01)
             trainer.joining.join(PATIENCE_S)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_worker_that_comes_back_gets_the_committed_weights_while_the_next_are_received(
@@ -518,7 +518,7 @@ def test_a_worker_that_comes_back_gets_the_committed_weights_while_the_next_are_
             assert other.answer.code == "needs_weights" and "holds version 1" in other.answer.message
             assert successor.engine.digest == digest
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_update_that_was_received_is_there_for_the_successor_of_a_worker_that_died_with_the_word_of_its_commit(
@@ -543,7 +543,7 @@ def test_an_update_that_was_received_is_there_for_the_successor_of_a_worker_that
             assert isinstance(other, WeightsAnswered) and isinstance(other.answer, Restored)
             assert "holds version 2" in other.answer.message
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_what_a_dead_worker_waited_for_is_no_answer_to_its_successor(place: Place, trainer: Trainer) -> None:
@@ -560,7 +560,7 @@ def test_what_a_dead_worker_waited_for_is_no_answer_to_its_successor(place: Plac
             assert (prepared.code, prepared.message) == ("", "")
             assert (await successor.staged(trainer, trainer.fill(1))).code == ""
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,7 +597,7 @@ def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: 
         server.close()
 
     monkeypatch.setattr(stager_memory, "make_memory", make_memory)
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 class Shards:
@@ -672,7 +672,7 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
 
     monkeypatch.setattr("enginepool.transfer.collective.join", joined)
     monkeypatch.setattr(stager_memory, "make_memory", make_memory)
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: Trainer) -> None:
@@ -707,7 +707,7 @@ def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: 
             assert isinstance(refused, WeightsAnswered) and isinstance(refused.answer, Restored)
             assert "its digest is not" in refused.answer.message
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_stager_that_is_killed_in_a_transfer_is_an_aborted_update_and_the_next_one_works(
@@ -726,7 +726,7 @@ def test_a_stager_that_is_killed_in_a_transfer_is_an_aborted_update_and_the_next
             assert (await worker.staged(trainer, trainer.fill(2))).code == ""
             assert (await worker.load(2)).code == ""
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_release_leaves_the_group_and_the_next_update_names_another_peer(place: Place, trainer: Trainer) -> None:
@@ -744,7 +744,7 @@ def test_a_release_leaves_the_group_and_the_next_update_names_another_peer(place
             assert (await worker.answer(Staged)).code == ""
             assert (await worker.load(2)).version == 2
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_findings_are_told_and_the_coordinator_judges_them(place: Place, trainer: Trainer) -> None:
@@ -759,7 +759,7 @@ def test_findings_are_told_and_the_coordinator_judges_them(place: Place, trainer
             found = [(one.name, one.kind, one.count) for one in staged.findings]
             assert found == [("a", "nan", 2), ("b", "infinity", 1), ("c", "zero", 3)]
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_moves(place: Place) -> None:
@@ -780,7 +780,7 @@ def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_moves(plac
         place.process.wait()
         os.unlink(place.socket)
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_an_engine_that_refuses_keeps_its_weights_and_says_so(place: Place, trainer: Trainer) -> None:
@@ -791,7 +791,7 @@ def test_an_engine_that_refuses_keeps_its_weights_and_says_so(place: Place, trai
             assert handed.code == "engine_error" and "fail_on_take" in handed.message
             assert (worker.engine.version, worker.engine.digest) == (0, "")
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_set_version_changes_the_version_alone_and_questions_are_answered(place: Place) -> None:
@@ -805,7 +805,7 @@ def test_a_set_version_changes_the_version_alone_and_questions_are_answered(plac
             worker.tell(Inspect((1, 10), "tensor", "a"))
             assert (await worker.answer(Inspected)).code == "engine_error"
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_a_stager_ends_when_it_is_not_needed_and_at_once_with_its_owner(processes: Processes, tmp_path: Path) -> None:
@@ -880,7 +880,7 @@ def _owes_a_snapshot(processes: Processes, tmp_path: Path, trainer: Trainer, mon
             await worker.weights._stager.alive()  # pyright: ignore[reportPrivateUsage]
         return digest
 
-    digest = asyncio.run(story())
+    digest = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
     place.process.send_signal(signal.SIGTERM)
     end = time.monotonic() + PATIENCE_S
     while os.path.exists(place.socket):
