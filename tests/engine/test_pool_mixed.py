@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: tokens of a sequence that still runs when new weights arrive
 LENGTH = 400
+#: seconds between scores that a client asks for: there are some in each part of a scene
+PAUSE_S = 0.02
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,7 @@ def test_all_operations_at_once_are_right_also_when_a_worker_dies(daemon: Daemon
         for number in range(first, 400, 2):
             if over.is_set():
                 return
+            await asyncio.sleep(PAUSE_S)
             at = number % 12
             scored.append((at, await pool.score(prompts[at], [[at], [at, 3]], label_token_ids=labels)))
             known.append((at, await pool.logprobs([prompts[at]] * 2, [[5, 6, 7], [at]])))
@@ -123,6 +126,7 @@ def test_new_weights_meet_rows_and_sequences(
     async def score(pool: Pool, over: asyncio.Event) -> None:
         while not over.is_set():
             scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
+            await asyncio.sleep(PAUSE_S)
 
     async def scenario() -> list[list[Generation]]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
