@@ -354,8 +354,9 @@ def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
             await pool.ready(timeout=START_S)
             [worker] = (await pool.status()).groups[0].workers
             (scheduler,) = [p for p in psutil.Process(worker.pid).children(recursive=True) if "scheduler" in p.name()]
-            size = scheduler.memory_info().vms
-            scheduler.rlimit(psutil.RLIMIT_AS, (size, size))
+            # Memory that it may write to: what malloc has only reserved for threads is not among it.
+            size = scheduler.memory_info().data
+            scheduler.rlimit(psutil.RLIMIT_DATA, (size, size))
             result = await pool.score([], rows, label_token_ids=[1])
             return result, (await pool.status()).groups[0]
 

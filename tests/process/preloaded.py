@@ -1,14 +1,8 @@
 """Imported once, by the server that the tests fork processes from (`forking`): what each of them would import again."""
 
-import ctypes
 import gc
 import importlib
 import os
-
-#: as malloc.h has it
-_M_ARENA_MAX = -8
-# A process that is forked finds no memory in the arena of a thread that the server had.
-ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 # OpenMP reads these when torch is imported. Models this small gain nothing from threads that wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
