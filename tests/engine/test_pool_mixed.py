@@ -128,7 +128,7 @@ def test_new_weights_meet_rows_and_sequences(
             scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
             await asyncio.sleep(PAUSE_S)
 
-    async def scenario() -> list[list[Generation]]:
+    async def scenario() -> list[tuple[Generation, ...]]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(START_S)
             over = asyncio.Event()
