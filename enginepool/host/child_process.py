@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from enginepool.host import host_identity, write_file
+from enginepool.host.fork_server import ForkServer
 
 #: seconds until the next try, where no file descriptor is left to watch a process or to look for one
 RETRY_S = 0.5
@@ -65,12 +66,25 @@ def read_record(path: Path, form: type[Record]) -> Record | None:
         return None
 
 
-class ChildProcess:
-    """One process. Made by `start`, or from the pid of a process that an earlier program started."""
+class ForkedChild:
+    """A child that was forked, in the place of a `subprocess.Popen`."""
 
-    def __init__(self, pid: int, popen: "subprocess.Popen[bytes] | None" = None) -> None:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self.returncode
+
+
+class ChildProcess:
+    """One process. Made by `start` or `fork`, or from the pid of a process that an earlier program started."""
+
+    def __init__(self, pid: int, child: "subprocess.Popen[bytes] | ForkedChild | None" = None) -> None:
         self.pid = pid
-        self._popen = popen
+        self._child = child
         self._stop_watching: Callable[[], object] = lambda: None
 
     @classmethod
@@ -81,6 +95,7 @@ class ChildProcess:
         *,
         log: IO[bytes] | None = None,
         lifeline: int | None = None,
+        inherited: Sequence[int] = (),
         prepare: Callable[[], None] | None = None,
     ) -> "ChildProcess":
         """Start a process that leads a session of its own: Ctrl-C in a terminal does not reach it.
@@ -88,6 +103,7 @@ class ChildProcess:
         Args:
             log: where it writes; None: where this process writes.
             lifeline: a descriptor that it inherits; its end of file says that this process has ended.
+            inherited: further descriptors that it inherits.
             prepare: called in the child before it becomes another program.
 
         Raises:
@@ -100,10 +116,19 @@ class ChildProcess:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            pass_fds=() if lifeline is None else (lifeline,),
+            pass_fds=inherited if lifeline is None else (lifeline, *inherited),
             preexec_fn=prepare,
         )
         return cls(popen.pid, popen)
+
+    @classmethod
+    def fork(
+        cls, server: ForkServer, command: Sequence[str], environment: Mapping[str, str], *, log: IO[bytes]
+    ) -> "ChildProcess":
+        """As `start`, from a fork server that has inherited the lifeline. Raises OSError."""
+        numbers = {1: log.fileno(), 2: log.fileno()}
+        pid = server.fork(command[1:], environment, numbers, leads_session=True)
+        return cls(pid, ForkedChild(pid))
 
     def watch(self, ended: Callable[[int | None], None], *, session: bool = False) -> None:
         """Call `ended` once, on the running loop, with the exit code; None: unknown, an earlier program started it.
@@ -123,12 +148,12 @@ class ChildProcess:
     def reap(self) -> int | None:
         """Wait for its end, then stop watching it. Returns the exit code, None if it is unknown."""
         self._stop_watching()
-        return None if self._popen is None else self._popen.wait()
+        return None if self._child is None else self._child.wait()
 
     def reaped(self, code: int) -> None:
         """The caller has waited for it itself."""
-        if self._popen is not None:
-            self._popen.returncode = code
+        if self._child is not None:
+            self._child.returncode = code
 
     def send(self, number: int) -> None:
         """Send a signal. A process that has ended is left alone."""

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
+from enginepool.workers.sglang.host.without_cuda import cuda_answered_by_a_child
 from enginepool.workers.sglang.operations.score import head_scores, label_scores
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
@@ -593,3 +595,37 @@ assert updater.update_weights_from_tensor([], load_format="direct") == (False, "
     status, said = run_code(code, str(answer))
     assert status == 0, said
     assert msgspec.msgpack.decode(answer.read_bytes()) == {"refused": "SGLang refuses: a cache is on"}
+
+
+def test_an_import_that_asks_for_gpus_gets_answers_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs are pretended. A process that has asked CUDA could fork none that uses it."""
+    cuda: Any = torch.cuda
+    here, asked = os.getpid(), list[str]()
+
+    def real(name: str, answer: Any) -> None:
+        def ask(*_: Any) -> Any:
+            asked.extend([name] if os.getpid() == here else [])
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, ask)
+
+    gpu = SimpleNamespace(name="H200", major=9, minor=0, total_memory=1 << 37, uuid=uuid4())
+    for name, answer in (("is_available", True), ("device_count", 2), ("current_device", 1), ("get_device_properties", gpu)):
+        real(name, answer)
+    with cuda_answered_by_a_child():
+        kept = cuda.current_device
+        assert cuda.is_available() and cuda.device_count() == 2 and kept() == 0
+        assert cuda.get_device_capability() == cuda.get_device_capability("cuda:1") == (9, 0)
+        assert cuda.get_device_properties(1).total_memory == 1 << 37
+        assert asked == []
+    assert kept() == cuda.current_device() == 1, "what was kept asks CUDA from now on"
+    assert asked == ["current_device", "current_device"]
+
+
+def test_gpus_that_differ_are_refused_for_a_common_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(name=name, major=major, minor=0) for name, major in (("H200", 9), ("A100", 8))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    with pytest.raises(ValueError, match="the GPUs differ: H200, A100"), cuda_answered_by_a_child():
+        pass

@@ -34,11 +34,13 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bench.processes import ROOT
-from enginepool.host.child_process import ChildProcess
+from enginepool.host.child_process import ChildProcess, ForkedChild
 from tests.process.daemons import Daemon
 
 #: the module that a coordinator's process runs
 COORDINATOR = "enginepool.coordinator.shell.daemon"
+#: the module that a fork server runs, which forks what SGLang spawns by itself
+FORK_SERVER = "enginepool.workers.fork_server"
 #: the code of a process that runs a file
 RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 #: as `subprocess.Popen` takes a standard stream
@@ -263,8 +265,10 @@ def fork_what_is_started() -> None:
         if options.get("prepare"):  # another process cannot call it
             return spawn(command, environment, **options)
         log = options.get("log")
-        pid = template.fork(command[2], environment, log.fileno() if log else 2, options.get("lifeline"))
-        return ChildProcess(pid, _Adopted.of(pid))
+        lifeline = options.get("lifeline")
+        inherited = [*([] if lifeline is None else [lifeline]), *options.get("inherited", ())]
+        pid = template.fork(command[2], environment, log.fileno() if log else 2, inherited)
+        return ChildProcess(pid, ForkedChild(pid))
 
     patched: Any = ChildProcess
     patched.start = start
@@ -279,28 +283,11 @@ def _fork_coordinators() -> None:
         if pid == 0:
             _forget_handlers()
             prepare()
-            _work(command[2], dict(environment), "", None, 2)
-        return ChildProcess(pid, _Adopted.of(pid))
+            _work(command[2], dict(environment), "", (), 2)
+        return ChildProcess(pid, ForkedChild(pid))
 
     patched: Any = ChildProcess
     patched.start = start
-
-
-class _Adopted:
-    """In place of the Popen of a child."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.returncode: int | None = None
-
-    @classmethod
-    def of(cls, pid: int) -> Any:
-        return cls(pid)
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        return self.returncode
 
 
 class Template:
@@ -314,10 +301,10 @@ class Template:
             _serve(theirs)
         theirs.close()
 
-    def fork(self, module: str, environment: Mapping[str, str], log: int, lifeline: int | None) -> int:
+    def fork(self, module: str, environment: Mapping[str, str], log: int, inherited: Sequence[int]) -> int:
         """Run `module` in a process that is a child of this one, and leads a session of its own; its pid."""
-        request = json.dumps([module, dict(environment), os.getcwd(), lifeline]).encode()
-        descriptors = array.array("i", [log] if lifeline is None else [log, lifeline])
+        request = json.dumps([module, dict(environment), os.getcwd(), inherited]).encode()
+        descriptors = array.array("i", [log, *inherited])
         # The parent of a forked process ends at once, and so this process is its next one.
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
@@ -332,7 +319,7 @@ def _serve(requests: socket.socket) -> NoReturn:
         for number in (1, 2):  # the log of the coordinator ends with the coordinator
             os.dup2(nothing.fileno(), number)
     while True:
-        request, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, 2)
+        request, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, 3)
         if not request:
             os._exit(0)
         read, write = os.pipe()
@@ -353,17 +340,24 @@ def _serve(requests: socket.socket) -> NoReturn:
             os.close(descriptor)
 
 
-def _work(
-    module: str, environment: dict[str, str], folder: str, number: int | None, log: int, lifeline: int | None = None
-) -> NoReturn:
-    """A process as `ChildProcess.start` makes it. `number`: what its configuration calls the lifeline."""
+def _work(module: str, environment: dict[str, str], folder: str, numbers: Sequence[int], log: int, *inherited: int) -> NoReturn:
+    """A process as `ChildProcess.start` makes it. `numbers`: those that the inherited descriptors have in the other process."""
     os.setsid()
-    if number is not None and lifeline is not None and lifeline != number:
+    # None has a number that another one is to have.
+    copies = [fcntl(descriptor, F_DUPFD_CLOEXEC, _HIGH) for descriptor in inherited]
+    for descriptor in inherited:
+        os.close(descriptor)
+    if log in numbers:
         log = os.dup(log)
-        os.dup2(lifeline, number)
+    for number, copy in zip(numbers, copies, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     become(environment, folder, log)
     sys.argv = [module]
-    (fork_what_is_started if "coordinator" in module else fork_what_sglang_spawns)()
+    if "coordinator" in module:
+        fork_what_is_started()
+    elif module != FORK_SERVER:
+        fork_what_sglang_spawns()
     _run("-m", module)
 
 

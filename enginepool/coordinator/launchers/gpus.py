@@ -68,6 +68,12 @@ def allocate_gpus(groups: Mapping[str, GroupConfig], visible: Sequence[str]) -> 
     return allocated
 
 
+def all_gpus(allocated: Mapping[str, Sequence[str]]) -> str | None:
+    """All GPUs of these workers, as CUDA_VISIBLE_DEVICES names them; None: none was allocated."""
+    names = [name for entries in allocated.values() for name in _names(entries)]
+    return ",".join(dict.fromkeys(names)) if names else None
+
+
 def _hidden_gpus() -> bool:
     """Whether CUDA may find GPUs that have no device file of their own: WSL and Jetson have these files instead."""
     return "CUDA_VISIBLE_DEVICES" not in os.environ and any(Path("/dev", name).exists() for name in ("dxg", "nvmap"))

@@ -23,12 +23,14 @@ from enginepool.coordinator.core.events import WorkerExited
 from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
-from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
+from enginepool.coordinator.launchers.fork_servers import ForkServers, Usable
+from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.coordinator.shell.adapter_store import STORE
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, kill_session, read_record
+from enginepool.host.fork_server import ForkServer
 
 COMMAND = (sys.executable, "-m", "enginepool.workers.main")
 #: logs of ended workers that are kept
@@ -71,9 +73,12 @@ class LocalLauncher:
         self._logs = directory / "logs"
         self._gpus = allocate_gpus(config.groups, visible_gpus())
         self._workers: dict[str, _Worker] = {}
+        #: workers that are started when their fork server is ready
+        self._waiting: set[str] = set()
         self._ports: dict[str, int] = {}
         self._make_folders()
         self._stagers = Stagers(directory, None if context.external else context.lifeline, config.timing.orphan_s)
+        self._fork_servers = ForkServers(self._logs, context.lifeline, all_gpus(self._gpus))
         for name, group in config.groups.items():
             if group.workers and _takes_updates(group):
                 self._stagers.check(f"{name}.{group.workers - 1}")
@@ -93,6 +98,7 @@ class LocalLauncher:
             if lives and config is not None and record.index < config.workers:
                 self._watch(record, ChildProcess(record.pid))
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
+                self._when_usable(record.group, record.index)  # for its successor
                 found.append(LiveProcess(record.group, record.index, record.incarnation))
                 log(f"worker {record.incarnation} of an earlier coordinator still runs as process {record.pid}")
                 continue
@@ -109,11 +115,34 @@ class LocalLauncher:
         return found
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
+        self._waiting.add(incarnation)
+
+        def launch(server: ForkServer | None) -> None:
+            if incarnation in self._waiting:  # it was not stopped meanwhile
+                self._waiting.remove(incarnation)
+                self._launch(group, index, incarnation, weights, server)
+
+        self._when_usable(group, index, launch)
+        return incarnation in self._waiting or incarnation in self._workers
+
+    def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
+        """Call `then` with the fork server of this worker. A simulated engine imports little, and is started without one."""
+        if self._config.groups[group].engine == "sim":
+            then(None)
+        else:
+            self._fork_servers.when_usable(self._config.groups[group], self._environment(group, index), then)
+
+    def _launch(
+        self, group: str, index: int, incarnation: str, weights: GroupWeights | None, server: ForkServer | None
+    ) -> None:
         process: ChildProcess | None = None
         try:
             self._make_folders()
             with open(self._log(incarnation), "wb") as output:
-                process = self._spawn(group, index, incarnation, weights, output)
+                environment = self._environment(group, index)
+                spec = self._spec(group, index, incarnation, weights, self._stager(group, index, environment))
+                environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()
+                process = self._start_process(environment, output, server)
             record = WorkerRecord.of(process.pid, group=group, index=index, incarnation=incarnation)
             record.write(self._path(incarnation))
         except OSError as error:
@@ -125,11 +154,10 @@ class LocalLauncher:
             reason = f"the worker process could not be started: {os_error(error)}"
             event = WorkerExited(time.monotonic(), incarnation, reason, unstarted=True)
             get_running_loop().call_soon(self._context.exited, event)
-            return False
+            return
         self._watch(record, process)
         with contextlib.suppress(OSError):  # a log that is not removed harms no worker
             self._remove_old_logs()
-        return True
 
     def restore_folders(self) -> None:
         with contextlib.suppress(OSError):  # the next start of a worker names the file
@@ -142,10 +170,16 @@ class LocalLauncher:
         for folder in (self._records, self._logs):
             folder.mkdir(exist_ok=True)
 
-    def _spawn(self, group: str, index: int, incarnation: str, weights: GroupWeights | None, output: IO[bytes]) -> ChildProcess:
+    def _start_process(self, environment: Mapping[str, str], output: IO[bytes], server: ForkServer | None) -> ChildProcess:
+        if server is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                return ChildProcess.fork(server, COMMAND, environment, log=output)
+        return ChildProcess.start(COMMAND, environment, log=output, lifeline=self._context.lifeline)
+
+    def _spec(self, group: str, index: int, incarnation: str, weights: GroupWeights | None, stager: str) -> dict[str, Any]:
+        """The worker's configuration."""
         config, timing = self._config.groups[group], self._config.timing
         packed = index >= config.workers - config.packed_workers
-        environment = self._environment(group, index)
         spec: dict[str, Any] = {name: getattr(config, name) for name in _GROUP_FIELDS} | {
             "endpoint": self._context.endpoint,
             "group": group,
@@ -158,13 +192,12 @@ class LocalLauncher:
             "lifeline_fd": self._context.lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
-            "stager": self._stager(group, index, environment),
+            "stager": stager,
             "adapter_store": "" if self._context.external else str(self._context.directory / STORE / group),
         }
         if weights is not None:
             spec |= {"checkpoint": weights.path, "checkpoint_digest": weights.digest, "version": weights.version}
-        environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()
-        return ChildProcess.start(COMMAND, environment, log=output, lifeline=self._context.lifeline)
+        return spec
 
     def _environment(self, group: str, index: int) -> dict[str, str]:
         """The environment variables of a worker and of its stager."""
@@ -202,11 +235,16 @@ class LocalLauncher:
 
     def stop(self, incarnation: str, reason: str) -> None:
         worker = self._workers.get(incarnation)
-        if worker is not None:
+        if incarnation in self._waiting:
+            self._waiting.remove(incarnation)
+            get_running_loop().call_soon(self._context.exited, WorkerExited(time.monotonic(), incarnation, reason))
+        elif worker is not None:
             worker.stopped = worker.stopped or reason
             worker.process.kill()
 
     def drain(self) -> None:
+        for incarnation in list(self._waiting):
+            self.stop(incarnation, "the pool ends")
         for worker in self._workers.values():
             worker.process.send(signal.SIGTERM)
 
@@ -219,8 +257,9 @@ class LocalLauncher:
         self._stagers.finish(finished)
 
     def _stop_workers(self) -> None:
-        for incarnation in list(self._workers):
+        for incarnation in (*self._waiting, *self._workers):
             self.stop(incarnation, "stopped by the pool, because the pool ends")
+        self._fork_servers.end()
 
     def _watch(self, record: WorkerRecord, process: ChildProcess) -> None:
         worker = self._workers[record.incarnation] = _Worker(record, process)

@@ -26,6 +26,8 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 #: SGLang computes the vocabulary for log-probabilities of responses at so many tokens at a time. At 512 that takes no more
 #: memory than the last tokens of the rows in flight take in any forward; SGLang's own 2048 would take four times as much.
 PIECE_VARIABLE, PIECE_ROWS = "SGLANG_LOGPROB_CHUNK_SIZE", 512
+#: SGLang sets it from an option, which is too late for a process that has imported it.
+COMPILE_VARIABLE = "SGLANG_ENABLE_TORCH_COMPILE"
 #: further functions that SGLang starts processes with, by their names in the engine's module
 _MORE_ENTRIES = ("run_data_parallel_controller_process", "run_scheduler_process_with_init_pipe")
 #: A module that imports SGLang at once.
@@ -66,18 +68,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
             refuse_damaged(folder)
         except CheckpointError as error:
             raise SettingsError(str(error)) from None
-    os.environ.setdefault(PIECE_VARIABLE, str(PIECE_ROWS))
     try:
-        device = _resolved(settings.device)
-        if device == "cpu":
-            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-            # Threads that spin while they wait for work hold the cores that other processes of the engine need.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            if not settings.options.get("enable_torch_compile"):
-                # A few of SGLang's functions are compiled when they are first called: a forward would wait ten seconds for it.
-                os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-            os.environ[BRIDGE_VARIABLE] = "1"
-            cpu_bridge.install()
+        device = _set_environment(settings.device, compiles=bool(settings.options.get("enable_torch_compile")))
         module: Any = importlib.import_module(modules.ENGINE)
         requests: Any = importlib.import_module(modules.REQUESTS)
         version: str = importlib.import_module(modules.VERSION).__version__
@@ -103,6 +95,30 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows)
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
     return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version, processor.to_str())
+
+
+def import_ahead(device: str, *, compiles: bool) -> None:
+    """Import what an engine with this device and all its processes import: for a process that forks them."""
+    _set_environment(device, compiles=compiles)
+    for name in (modules.ENGINE, modules.SCHEDULER, modules.DETOKENIZER, modules.REGISTRY, PROCESSOR):
+        importlib.import_module(name)
+
+
+def _set_environment(device: str, *, compiles: bool) -> str:
+    """The environment in which SGLang is imported; returns the device."""
+    os.environ.setdefault(PIECE_VARIABLE, str(PIECE_ROWS))
+    os.environ.setdefault(COMPILE_VARIABLE, "1" if compiles else "0")
+    device = _resolved(device)
+    if device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Threads that spin while they wait for work hold the cores that other processes of the engine need.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if not compiles:
+            # A few of SGLang's functions are compiled when they are first called: a forward would wait ten seconds for it.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ[BRIDGE_VARIABLE] = "1"
+        cpu_bridge.install()
+    return device
 
 
 def _resolved(device: str) -> str:

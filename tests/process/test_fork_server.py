@@ -1,0 +1,287 @@
+"""A fork server, what it forks, and a launcher whose workers are forked."""
+
+import asyncio
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.launchers import fork_servers, local
+from enginepool.coordinator.launchers.base import LauncherContext
+from enginepool.coordinator.launchers.local import LocalLauncher
+from enginepool.host.child_process import ChildProcess
+from enginepool.host.fork_server import ForkServer
+from enginepool.workers import fork_server as of_workers
+from tests.process.daemons import PATIENCE_S
+
+#: a fork server that has imported nothing, and says so, or what its first argument is
+SERVER = """
+import json, os, socket, sys
+from enginepool.host.fork_server import serve
+connection = socket.socket(fileno=json.loads(os.environ.pop("ENGINEPOOL_FORK_SERVER"))["socket"])
+os.set_inheritable(connection.fileno(), False)
+os.environ["SET_BY_IMPORT"] = "1"
+connection.send(sys.argv[1].encode() if len(sys.argv) > 1 else b"ready")
+forked = serve(connection)
+forked.become({"SET_BY_IMPORT": (None, "1")})
+forked.run()
+"""
+#: says in its output what it is, and ends with the end of the pipe that it has
+TELLS = """
+import json, os, sys
+files = {int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdigit() and
+    os.path.exists(f"/proc/self/fd/{name}")}
+print(json.dumps([sys.argv, dict(os.environ), sorted(files), os.getsid(0) == os.getpid(), os.getppid()]), flush=True)
+os.read(9, 1)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[ForkServer, ChildProcess]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "ENGINEPOOL_FORK_SERVER": msgspec.json.encode({"socket": theirs.fileno()}).decode()}
+    process = ChildProcess.start([sys.executable, "-c", SERVER], environment, inherited=[theirs.fileno()])
+    theirs.close()
+    assert ours.recv(100) == b"ready"
+    yield ForkServer(ours), process
+    ours.close()
+    process.reap()
+
+
+class Told(msgspec.Struct, array_like=True):
+    """What a process of `TELLS` says."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    descriptors: list[int]
+    leads: bool
+    parent: int
+
+
+def forked(server: ForkServer, environment: dict[str, str], **options: bool) -> tuple[int, int, Told]:
+    """A process of `TELLS`: its pid, a descriptor whose end lets it end, and what it has said."""
+    read, write = os.pipe()
+    wait, held = os.pipe()
+    try:
+        pid = server.fork(["-c", TELLS, "one"], environment, {1: write, 9: wait}, **options)
+    finally:
+        os.close(write)
+        os.close(wait)
+    with open(read) as output:
+        return pid, held, msgspec.json.decode(output.readline(), type=Told)
+
+
+def test_a_forked_process_is_a_child_with_its_own_environment_and_nothing_of_its_siblings(
+    server: tuple[ForkServer, ChildProcess],
+) -> None:
+    found = [forked(server[0], {"NAME": name}, leads_session=leads) for name, leads in (("a", True), ("b", False))]
+    for (pid, held, told), name in zip(found, ("a", "b"), strict=True):
+        assert told.arguments == ["-c", "one"]
+        assert told.environment == {"NAME": name, "SET_BY_IMPORT": "1"}
+        assert told.descriptors == [0, 1, 2, 9]
+        assert (told.leads, told.parent) == (name == "a", os.getpid())
+        os.close(held)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_variable_of_the_process_counts_more_than_one_that_an_import_has_set(server: tuple[ForkServer, ChildProcess]) -> None:
+    pid, held, told = forked(server[0], {"SET_BY_IMPORT": "2"})
+    assert told.environment == {"SET_BY_IMPORT": "2"}
+    os.close(held)
+    os.waitpid(pid, 0)
+
+
+def test_a_fork_server_ends_with_the_process_that_has_its_connection_and_what_it_forked_goes_on() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "ENGINEPOOL_FORK_SERVER": msgspec.json.encode({"socket": theirs.fileno()}).decode()}
+    process = ChildProcess.start([sys.executable, "-c", SERVER], environment, inherited=[theirs.fileno()])
+    theirs.close()
+    assert ours.recv(100) == b"ready"
+    server = ForkServer(ours)
+    pid, held, _ = forked(server, {})
+    server.close()
+    assert process.reap() == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        server.fork(["-c", ""], {}, {})
+    os.close(held)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+# --- what multiprocessing spawns --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of a fork server, or of what starts processes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def fork(self, *arguments: Any) -> int:
+        self.calls.append(arguments)
+        return 1
+
+    def start(self, *arguments: Any) -> int:
+        self.calls.append(arguments)
+        return 2
+
+
+def test_what_multiprocessing_spawns_is_forked_unless_it_reads_something_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder: Any = Recorder()
+    util: Any = multiprocessing.util
+    monkeypatch.setattr(util, "spawnv_passfds", recorder.start)
+    monkeypatch.setenv("READ", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    of_workers.fork_what_is_spawned(recorder, dict(os.environ), {"READ", "CUDA_VISIBLE_DEVICES"})
+    python, code = os.fsencode(sys.executable), ["-c", "spawn_main()", "--multiprocessing-fork"]
+
+    def spawned(path: bytes = python, arguments: list[str] = code) -> int:
+        return util.spawnv_passfds(path, [path, "-B", *arguments], [7])
+
+    assert spawned() == 1
+    assert recorder.calls == [(code, dict(os.environ), {7: 7})]
+    assert spawned(b"/usr/bin/numactl") == 2
+    assert spawned(arguments=["-c", "from multiprocessing.resource_tracker import main"]) == 2
+    monkeypatch.setenv("NOT_READ", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert spawned() == 1
+    for name in ("READ", "LD_PRELOAD", "OMP_NUM_THREADS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
+            assert spawned() == 2
+
+
+# --- a launcher --------------------------------------------------------------------------------------------------------
+
+
+class Launched:
+    """A launcher of two workers, which run `WORKER`."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "state").mkdir()
+        self.ended: asyncio.Queue[WorkerExited] = asyncio.Queue()
+        group = GroupConfig(model=str(directory), workers=2, device="cpu", reserve_staging=False)
+        config = PoolConfig(groups={"g": group}, state_dir=str(directory / "state"))
+        context = LauncherContext(config, directory / "state", "ipc://nowhere", None, self.ended.put_nowait)
+        self.launcher = LocalLauncher(context)
+        self.directory = directory / "state"
+
+    async def reported(self) -> WorkerExited:
+        return await asyncio.wait_for(self.ended.get(), PATIENCE_S)
+
+    def server(self) -> psutil.Process:
+        """The fork server that runs."""
+        [found] = [one for one in psutil.Process().children() if one.status() != "zombie" and SERVER in one.cmdline()]
+        return found
+
+
+#: says whether it was forked, and ends
+WORKER = "import os, sys; print('forked' if 'SET_BY_IMPORT' in os.environ else 'started', flush=True); sys.exit(7)"
+FORKED, STARTED = "exit code 7: forked", "exit code 7: started"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run an act with a launcher. `command`: of its fork server."""
+    monkeypatch.setattr(
+        "enginepool.coordinator.launchers.stagers.COMMAND", (sys.executable, "-c", "import time; time.sleep(600)")
+    )
+    monkeypatch.setattr(local, "COMMAND", (sys.executable, "-c", WORKER))
+
+    def run(act: Callable[[Launched], Any], *command: str) -> None:
+        monkeypatch.setattr(fork_servers, "COMMAND", (sys.executable, "-c", *command))
+
+        async def story() -> None:
+            launched = Launched(tmp_path)
+            try:
+                await act(launched)
+            finally:
+                launched.launcher.stop_all()
+                async with asyncio.timeout(PATIENCE_S):
+                    while psutil.Process().children():
+                        await asyncio.sleep(0.01)  # until the loop has reaped them
+
+        asyncio.run(story())
+
+    return run
+
+
+def test_workers_wait_for_their_fork_server_and_share_it(run: Callable[..., None]) -> None:
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert launched.launcher.start("g", 1, "g-1.1")
+        assert [(await launched.reported()).reason for _ in range(2)] == [FORKED, FORKED]
+        launched.server()
+        assert launched.launcher.start("g", 0, "g-0.2")
+        assert (await launched.reported()).reason == FORKED
+
+    run(act, SERVER)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ((SERVER, "an import has initialized CUDA"), "an import has initialized CUDA"),
+        (("raise SystemExit(3)",), "it ended: exit code 3"),
+    ],
+)
+def test_a_fork_server_that_cannot_be_used_is_said_and_workers_are_started(
+    run: Callable[..., None], capfd: pytest.CaptureFixture[str], command: tuple[str, ...], why: str
+) -> None:
+    async def act(launched: Launched) -> None:
+        for incarnation in ("g-0.1", "g-0.2"):
+            assert launched.launcher.start("g", 0, incarnation)
+            assert (await launched.reported()).reason == STARTED
+
+    run(act, *command)
+    assert capfd.readouterr().err.count(f"workers are started without a fork server: {why}\n") == 1
+
+
+def test_a_fork_server_that_takes_too_long_keeps_no_worker_from_its_start(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_servers, "READY_S", 0.01)
+
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert (await launched.reported()).reason == STARTED
+
+    run(act, "import time; time.sleep(600)")
+
+
+def test_a_fork_server_that_is_killed_costs_no_worker_and_is_started_again(run: Callable[..., None]) -> None:
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert (await launched.reported()).reason == FORKED
+        server = launched.server()
+        server.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 (the launcher is not to notice it)
+        assert launched.launcher.start("g", 0, "g-0.2"), "its end was not noticed yet"
+        assert (await launched.reported()).reason == STARTED
+        assert launched.launcher.start("g", 0, "g-0.3")
+        assert (await launched.reported()).reason == FORKED
+        assert launched.server() != server
+
+    run(act, SERVER)
+
+
+def test_a_worker_that_is_stopped_while_it_waits_is_not_started(run: Callable[..., None]) -> None:
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert launched.launcher.start("g", 1, "g-1.1")
+        launched.launcher.stop("g-0.1", "it is not wanted")
+        assert (await launched.reported()).reason == "it is not wanted"
+        assert (await launched.reported()).reason == FORKED
+        assert not (launched.directory / "logs" / "g-0.1.log").exists()
+
+    run(act, SERVER)
