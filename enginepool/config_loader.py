@@ -166,8 +166,9 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
         absolute = root.startswith(("/", "~")) and "generate" in group.operations
         allowed = "an absolute path of a directory, or one that begins with ~; only with operations = ['generate']"
         need(absolute, f"{at}.adapter_roots[{index}]", root, allowed)
-    root = group.profile_root
-    need(not root or root.startswith(("/", "~")), f"{at}.profile_root", root, "an absolute path, or one that begins with ~")
+    for key in ("profile_root", "kernel_cache"):
+        root = getattr(group, key)
+        need(not root or root.startswith(("/", "~")), f"{at}.{key}", root, "an absolute path, or one that begins with ~")
     for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
         value = getattr(group, key)
         need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")

@@ -74,8 +74,8 @@ def main() -> None:
     before, read = dict(os.environ), _ReadNames()
     try:
         with read.noted():
-            _import(spec)
-        why_not = _why_not()
+            gpus = _import(spec)
+        why_not = _why_not(gpus)
     except Exception as error:
         why_not = f"{type(error).__name__}: {error}"
     if why_not:
@@ -104,36 +104,35 @@ def main() -> None:
     forked.run()
 
 
-def _import(spec: ForkServerSpec) -> None:
-    """What workers and the processes of their engines import."""
+def _import(spec: ForkServerSpec) -> int:
+    """What workers and the processes of their engines import. Returns the number of GPUs."""
     gc.disable()
     build: Any = importlib.import_module("enginepool.workers.sglang.host.build")
     stand_ins: Any = importlib.import_module("enginepool.workers.sglang.host.without_cuda")
     importlib.import_module("enginepool.workers.sglang.host.engine")
-    with stand_ins.cuda_answered_by_a_child():
+    with stand_ins.cuda_answered_by_a_child() as gpus:
         build.import_ahead(spec.device, compiles=spec.compiles)
     # Forked processes share what is frozen: it is not looked at in their garbage collections.
     gc.freeze()
     gc.enable()
+    return gpus
 
 
-def _why_not() -> str:
-    """Why a process that is forked from this one could not be used; "": it can be."""
+def _why_not(gpus: int) -> str:
+    """Why a process that is forked from this one could not be used; "": it can be. A child tries CUDA."""
     torch: Any = importlib.import_module("torch")
-    if torch.cuda.is_initialized() or any(link.startswith("/dev/nvidia") for link in _descriptors()):
-        return "an import has initialized CUDA"
-    # numpy's threads end at a fork, and start again where they are needed.
     if (pid := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+        code = 1
+        with contextlib.suppress(Exception):
+            if gpus:
+                torch.cuda.init()
+            code = 0
+        os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        return "an import has initialized CUDA"
+    # numpy's threads have ended at the fork, and start again where they are needed.
     threads = len(list(Path("/proc/self/task").iterdir()))
     return f"an import has started {threads - 1} threads" if threads > 1 else ""
-
-
-def _descriptors() -> Generator[str]:
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            yield os.readlink(path)
 
 
 def fork_what_is_spawned(server: ForkServer, imported_in: Mapping[str, str], read: set[str]) -> None:

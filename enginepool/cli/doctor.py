@@ -1,5 +1,6 @@
 """`enginepool doctor`: what this machine can run, and what is missing, in plain words."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,6 +9,10 @@ from enginepool.cli.cli_errors import RUN_FAILED
 
 
 def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="POOL.TOML", help="Look at the kernel caches that it names."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Say what this machine can run, and what is missing.
@@ -18,10 +23,16 @@ def doctor(
     Examples:
       enginepool doctor
       enginepool doctor --json
+      enginepool doctor --config pool.toml
     """
     from enginepool.cli.doctor_checks import verify
 
-    examination = verify()
+    caches: list[str] = []
+    if config is not None:
+        from enginepool.config_loader import load_config
+
+        caches = [group.kernel_cache for group in load_config(config).groups.values() if group.kernel_cache]
+    examination = verify(caches)
     if as_json:
         import msgspec
 

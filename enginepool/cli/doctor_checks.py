@@ -19,6 +19,7 @@ import psutil
 from enginepool import __version__
 from enginepool.errors import ConfigError
 from enginepool.host.folders import exposed
+from enginepool.host.kernel_caches import DEFAULT_PLACES, size_of
 from enginepool.net.address import STATE_DIR, default_address, is_in_use
 
 GB = 1e9
@@ -99,8 +100,11 @@ class Probe(msgspec.Struct):
     devices: list[tuple[str, int]] = []
 
 
-def verify() -> DoctorChecks:
-    """Look at this machine. Takes some ten seconds where SGLang is installed: what is reported as good has been imported."""
+def verify(caches: Sequence[str] = ()) -> DoctorChecks:
+    """Look at this machine. Takes some ten seconds where SGLang is installed: what is reported as good has been imported.
+
+    `caches`: the folders in which kernels that were compiled are kept; none: those that libraries choose by themselves.
+    """
     python = sys.version_info >= (3, 11)
     cores = len(os.sched_getaffinity(0))
     installed = [name for name in (IMAGES, *ENGINE) if find_spec(name) is not None]
@@ -114,7 +118,7 @@ def verify() -> DoctorChecks:
         *(_engine_package(name, found.errors) for name in (*ENGINE[:4], IMAGES)),
         _gpus(found, gpus),
         CheckResult("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"),
-        *(_disk(), _shm(), _files(), endpoint()),
+        *(_disk(), *kernel_caches(caches), _shm(), _files(), endpoint()),
     ]
     bad = [finding.what for finding in findings if finding.state == "bad"]
     why_not = f"missing: {', '.join(bad)}" if bad else ""
@@ -252,6 +256,28 @@ def _disk() -> CheckResult:
         return CheckResult("state directory", "bad", f"{state}: {stands} cannot be written; set state_dir in pool.toml")
     free = shutil.disk_usage(stands).free
     return CheckResult("state directory", "good" if free > 0.1 * GB else "bad", f"{state}, {free / GB:.1f} GB free")
+
+
+def kernel_caches(folders: Sequence[str]) -> list[CheckResult]:
+    """A line for each folder in which compiled kernels are kept."""
+    if folders:
+        return [_kernel_cache(Path(folder).expanduser()) for folder in dict.fromkeys(folders)]
+    found = [Path(folder).expanduser() for folder in DEFAULT_PLACES]
+    return [_kernel_cache(folder) for folder in found if folder.is_dir()] or [CheckResult("kernel cache", "note", "none yet")]
+
+
+def _kernel_cache(folder: Path) -> CheckResult:
+    stands = next(path for path in (folder, *folder.parents) if path.exists())
+    said = f"{folder}, {size_of(folder) / GB:.1f} GB in it, {shutil.disk_usage(stands).free / GB:.1f} GB free"
+    if not os.access(stands, os.W_OK) or not stands.is_dir():
+        return CheckResult(
+            "kernel cache", "note", f"{said}; {stands} cannot be written: each engine compiles its kernels again"
+        )
+    if stands == folder and folder.stat().st_mode & 0o022:
+        return CheckResult(
+            "kernel cache", "note", f"{said}; others can write to it, and engines run what lies there: chmod go-w"
+        )
+    return CheckResult("kernel cache", "good", said)
 
 
 def _shm() -> CheckResult:

@@ -17,6 +17,7 @@ from enginepool.cli import doctor_checks as examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.config_loader import load_config
+from enginepool.host import kernel_caches
 from enginepool.net.address import default_address
 from tests.process.commands import LIMIT_S, ROOT, call, import_nothing
 
@@ -255,7 +256,7 @@ def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
 
 
 def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(_: object) -> None:
         raise KeyError("oops")
 
     monkeypatch.setattr(examination, "verify", broken)
@@ -299,10 +300,12 @@ def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
 # --- doctor, tiny-model ------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_for_each_use_whether_it_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_for_each_use_whether_it_can_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it finds when it imports SGLang, a command on a page shows."""
     import_nothing(monkeypatch)
-    code, out, _ = call("doctor", "--json")
+    config = tmp_path / "pool.toml"
+    config.write_text(f'[groups.g]\nmodel = "sim"\nengine = "sim"\nkernel_cache = "{tmp_path}/kernels"\n')
+    code, out, _ = call("doctor", "--json", "--config", str(config))
     found = json.loads(out)
     assert code == 0
     assert [verdict["use"] for verdict in found["verdicts"]] == [
@@ -312,6 +315,7 @@ def test_doctor_says_for_each_use_whether_it_can_run_here(monkeypatch: pytest.Mo
         "real engine, GPU",
     ]
     assert [verdict["can"] for verdict in found["verdicts"][:2]] == [True, True]
+    assert [line for line in found["findings"] if line["what"] == "kernel cache" and str(tmp_path / "kernels") in line["said"]]
 
 
 def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +329,24 @@ def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.Monk
     code, out, _ = call("doctor")
     assert code == 1
     assert re.search(r"^  no +coordinator +missing: pyzmq", out, re.MULTILINE)
+
+
+def test_doctor_says_how_large_the_kernel_caches_of_a_pool_are_and_who_can_write_to_them(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    (tmp_path / "kernels" / "one.so").write_bytes(bytes(2_000))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "file").write_text("")
+
+    def found(name: str) -> tuple[str, str]:
+        [result] = examination.kernel_caches([str(tmp_path / name)])
+        return result.state, result.said
+
+    assert kernel_caches.size_of(tmp_path / "kernels") == 2_000
+    assert found("kernels") == ("good", f"{tmp_path}/kernels, 0.0 GB in it, {found('kernels')[1].split(', ')[-1]}")
+    assert found("new") == ("good", f"{tmp_path}/new, 0.0 GB in it, {found('new')[1].split(', ')[-1]}")
+    assert "others can write to it" in found("shared")[1]
+    assert f"{tmp_path}/file cannot be written: each engine compiles its kernels again" in found("file/below")[1]
 
 
 def test_doctor_imports_what_it_calls_good(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class Launched:
     def __init__(self, directory: Path) -> None:
         (directory / "state").mkdir()
         self.ended: asyncio.Queue[WorkerExited] = asyncio.Queue()
-        group = GroupConfig(model=str(directory), workers=2, device="cpu", reserve_staging=False)
+        group = GroupConfig(model=str(directory), workers=2, gpus=["6", "7"], kernel_cache="/kernels")
         config = PoolConfig(groups={"g": group}, state_dir=str(directory / "state"))
         context = LauncherContext(config, directory / "state", "ipc://nowhere", None, self.ended.put_nowait)
         self.launcher = LocalLauncher(context)
@@ -185,6 +185,13 @@ class Launched:
         return found
 
 
+#: says what its launcher has set for it, and ends
+SETTINGS = """
+import os, sys
+names = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "SET_BY_IMPORT")
+print(*(os.environ.get(name) for name in names), flush=True)
+sys.exit(7)
+"""
 #: says whether it was forked, and ends
 WORKER = "import os, sys; print('forked' if 'SET_BY_IMPORT' in os.environ else 'started', flush=True); sys.exit(7)"
 FORKED, STARTED = "exit code 7: forked", "exit code 7: started"
@@ -214,6 +221,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         asyncio.run(story())
 
     return run
+
+
+def test_forked_workers_have_the_gpus_and_the_kernel_cache_of_their_configuration(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "COMMAND", (sys.executable, "-c", SETTINGS))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # what the environment names has its place there
+
+    async def act(launched: Launched) -> None:
+        for index in (0, 1):
+            assert launched.launcher.start("g", index, f"g-{index}.1")
+            found = await launched.reported()
+            assert found.reason == f"exit code 7: {6 + index} /elsewhere /kernels 1"
+        launched.server()  # one for both
+
+    run(act, SERVER)
 
 
 def test_workers_wait_for_their_fork_server_and_share_it(run: Callable[..., None]) -> None:

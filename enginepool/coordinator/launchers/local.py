@@ -31,6 +31,7 @@ from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, kill_session, read_record
 from enginepool.host.fork_server import ForkServer
+from enginepool.host.kernel_caches import cache_variables
 
 COMMAND = (sys.executable, "-m", "enginepool.workers.main")
 #: logs of ended workers that are kept
@@ -202,7 +203,7 @@ class LocalLauncher:
     def _environment(self, group: str, index: int) -> dict[str, str]:
         """The environment variables of a worker and of its stager."""
         config = self._config.groups[group]
-        environment = dict(os.environ)
+        environment = {**(cache_variables(config.kernel_cache) if config.kernel_cache else {}), **os.environ}
         gpus = self._gpus.get(group)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[index]

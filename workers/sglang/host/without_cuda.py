@@ -15,8 +15,8 @@ import msgspec
 
 
 @contextlib.contextmanager
-def cuda_answered_by_a_child() -> Generator[None]:
-    """For the time of an import. What keeps one of these functions asks CUDA itself from then on.
+def cuda_answered_by_a_child() -> Generator[int]:
+    """For the time of an import; yields the number of GPUs. What keeps one of these functions asks CUDA itself from then on.
 
     Raises ValueError: the GPUs differ, and what an import learns of one is not true of the others.
     """
@@ -43,7 +43,7 @@ def cuda_answered_by_a_child() -> Generator[None]:
     for name, answer in answers.items():
         setattr(torch.cuda, name, stand_in(answer, asked[name]))
     try:
-        yield
+        yield len(devices)
     finally:
         importing = False
         for name, ask in asked.items():
