@@ -85,7 +85,8 @@ def main() -> None:
     changed = {name: (before.get(name), now) for name, now in imported_in.items() if before.get(name) != now}
     title: Any = importlib.import_module("setproctitle")  # SGLang has it, and names its processes
     title.getproctitle()  # it finds the place of the title now, and not when the environment was replaced
-    connection.send(READY)
+    with contextlib.suppress(OSError):  # the launcher has ended
+        connection.send(READY)
     while True:
         forked = serve(connection)
         forked.become(changed)
@@ -119,16 +120,11 @@ def _import(spec: ForkServerSpec) -> int:
 
 
 def _why_not(gpus: int) -> str:
-    """Why a process that is forked from this one could not be used; "": it can be. A child tries CUDA."""
+    """Why a process that is forked from this one could not be used; "": it can be. A child looks for the GPUs."""
     torch: Any = importlib.import_module("torch")
     if (pid := os.fork()) == 0:
-        code = 1
-        with contextlib.suppress(Exception):
-            if gpus:
-                torch.cuda.init()
-            code = 0
-        os._exit(code)
-    if os.waitpid(pid, 0)[1]:
+        os._exit(torch.cuda.is_available() != bool(gpus))
+    if os.waitpid(pid, 0)[1] or torch.cuda.is_initialized():
         return "an import has initialized CUDA"
     # numpy's threads have ended at the fork, and start again where they are needed.
     threads = len(list(Path("/proc/self/task").iterdir()))

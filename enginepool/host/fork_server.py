@@ -36,7 +36,6 @@ class ForkServer:
         self._connection = connection
         # A request is the environment of a process.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST)
-        connection.settimeout(FORK_S)
         self._prctl: Callable[..., int] = ctypes.CDLL(None).prctl
 
     def fork(
@@ -60,6 +59,7 @@ class ForkServer:
         # The parent of a forked process ends at once, and so this process is its next one.
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
+            self._connection.settimeout(FORK_S)
             socket.send_fds(self._connection, [msgspec.json.encode(request)], list(descriptors.values()))
             answer = int(self._connection.recv(32) or -errno.ECONNRESET)
         except OSError:

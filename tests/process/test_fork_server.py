@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.coordinator.core.events import WorkerExited
 from enginepool.coordinator.launchers import fork_servers, local
 from enginepool.coordinator.launchers.base import LauncherContext
@@ -167,11 +167,11 @@ def test_what_multiprocessing_spawns_is_forked_unless_it_reads_something_new(mon
 class Launched:
     """A launcher of two workers, which run `WORKER`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ready_s: float) -> None:
         (directory / "state").mkdir()
         self.ended: asyncio.Queue[WorkerExited] = asyncio.Queue()
         group = GroupConfig(model=str(directory), workers=2, gpus=["6", "7"], kernel_cache="/kernels")
-        config = PoolConfig(groups={"g": group}, state_dir=str(directory / "state"))
+        config = PoolConfig(groups={"g": group}, state_dir=str(directory / "state"), timing=Timing(starting_s=2 * ready_s))
         context = LauncherContext(config, directory / "state", "ipc://nowhere", None, self.ended.put_nowait)
         self.launcher = LocalLauncher(context)
         self.directory = directory / "state"
@@ -205,11 +205,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     )
     monkeypatch.setattr(local, "COMMAND", (sys.executable, "-c", WORKER))
 
-    def run(act: Callable[[Launched], Any], *command: str) -> None:
+    def run(act: Callable[[Launched], Any], *command: str, ready_s: float = PATIENCE_S) -> None:
         monkeypatch.setattr(fork_servers, "COMMAND", (sys.executable, "-c", *command))
 
         async def story() -> None:
-            launched = Launched(tmp_path)
+            launched = Launched(tmp_path, ready_s)
             try:
                 await act(launched)
             finally:
@@ -271,16 +271,12 @@ def test_a_fork_server_that_cannot_be_used_is_said_and_workers_are_started(
     assert capfd.readouterr().err.count(f"workers are started without a fork server: {why}\n") == 1
 
 
-def test_a_fork_server_that_takes_too_long_keeps_no_worker_from_its_start(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fork_servers, "READY_S", 0.01)
-
+def test_a_fork_server_that_takes_too_long_keeps_no_worker_from_its_start(run: Callable[..., None]) -> None:
     async def act(launched: Launched) -> None:
         assert launched.launcher.start("g", 0, "g-0.1")
         assert (await launched.reported()).reason == STARTED
 
-    run(act, "import time; time.sleep(600)")
+    run(act, "import time; time.sleep(600)", ready_s=0.01)
 
 
 def test_a_fork_server_that_is_killed_costs_no_worker_and_is_started_again(run: Callable[..., None]) -> None:
@@ -295,6 +291,27 @@ def test_a_fork_server_that_is_killed_costs_no_worker_and_is_started_again(run: 
         assert launched.launcher.start("g", 0, "g-0.3")
         assert (await launched.reported()).reason == FORKED
         assert launched.server() != server
+
+    run(act, SERVER)
+
+
+def test_a_fork_server_that_hangs_is_replaced(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginepool.host.fork_server.FORK_S", 0.1)
+
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert (await launched.reported()).reason == FORKED
+        server = launched.server()
+        server.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("enginepool.host.fork_server.FORK_S", 0.1)
+            assert launched.launcher.start("g", 0, "g-0.2")
+        assert (await launched.reported()).reason == STARTED
+        async with asyncio.timeout(PATIENCE_S):
+            while server.is_running():
+                await asyncio.sleep(0.01)
+        assert launched.launcher.start("g", 0, "g-0.3")
+        assert (await launched.reported()).reason == FORKED
 
     run(act, SERVER)
 

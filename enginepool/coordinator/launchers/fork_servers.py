@@ -22,8 +22,6 @@ from enginepool.host.child_process import ChildProcess
 from enginepool.host.fork_server import ForkServer
 
 COMMAND = (sys.executable, "-m", "enginepool.workers.fork_server")
-#: seconds that workers wait for the import: half of the time in which they have to register
-READY_S = 60.0
 #: the file in the folder of logs
 LOG = "fork-server.log"
 #: the first message of a fork server that can be used
@@ -50,12 +48,13 @@ class _Server:
 class ForkServers:
     """The fork servers of one launcher."""
 
-    def __init__(self, logs: Path, lifeline: int | None, gpus: str | None) -> None:
-        """`gpus`: all that the workers see, as CUDA_VISIBLE_DEVICES names them; None: each sees what this process
-        does. A server does not ask which of them a worker has."""
+    def __init__(self, logs: Path, lifeline: int | None, gpus: str | None, ready_s: float) -> None:
+        """`gpus`: all that the workers see, as CUDA_VISIBLE_DEVICES has them; None: each sees what this process does. A server
+        does not ask which of them a worker has. `ready_s`: seconds that workers wait for an import."""
         self._logs = logs
         self._lifeline = lifeline
         self._gpus = gpus
+        self._ready_s = ready_s
         self._servers: dict[bytes, _Server] = {}
 
     def when_usable(self, group: GroupConfig, environment: Mapping[str, str], then: Usable = lambda server: None) -> None:
@@ -92,7 +91,8 @@ class ForkServers:
         server.process.watch(lambda code: self._ended(key, server, code))
         loop = get_running_loop()
         loop.add_reader(ours, self._heard, server, ours)
-        server.too_late = loop.call_later(READY_S, self._decide, server, None, f"it was not ready after {READY_S:g} s")
+        late = f"it was not ready after {self._ready_s:g} s"
+        server.too_late = loop.call_later(self._ready_s, self._decide, server, None, late)
 
     def _heard(self, server: _Server, connection: socket.socket) -> None:
         """Its first message, or its end."""
@@ -128,6 +128,12 @@ class ForkServers:
         if server.connection is not None and server.connection.fileno() >= 0:  # a fork that failed has closed it
             get_running_loop().remove_reader(server.connection)
             server.connection.close()
+
+    def failed(self, broken: ForkServer) -> None:
+        """It did not fork: end it. The next worker starts another one."""
+        for server in self._servers.values():
+            if server.server is broken and server.process is not None:
+                server.process.kill()
 
     def end(self) -> None:
         """End all of them."""

@@ -79,7 +79,9 @@ class LocalLauncher:
         self._ports: dict[str, int] = {}
         self._make_folders()
         self._stagers = Stagers(directory, None if context.external else context.lifeline, config.timing.orphan_s)
-        self._fork_servers = ForkServers(self._logs, context.lifeline, all_gpus(self._gpus))
+        # A worker that waits has to register in time, too.
+        ready_s = config.timing.starting_s / 2
+        self._fork_servers = ForkServers(self._logs, context.lifeline, all_gpus(self._gpus), ready_s)
         for name, group in config.groups.items():
             if group.workers and _takes_updates(group):
                 self._stagers.check(f"{name}.{group.workers - 1}")
@@ -173,8 +175,10 @@ class LocalLauncher:
 
     def _start_process(self, environment: Mapping[str, str], output: IO[bytes], server: ForkServer | None) -> ChildProcess:
         if server is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            try:
                 return ChildProcess.fork(server, COMMAND, environment, log=output)
+            except OSError:
+                self._fork_servers.failed(server)
         return ChildProcess.start(COMMAND, environment, log=output, lifeline=self._context.lifeline)
 
     def _spec(self, group: str, index: int, incarnation: str, weights: GroupWeights | None, stager: str) -> dict[str, Any]:
