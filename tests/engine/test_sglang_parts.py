@@ -602,21 +602,24 @@ def test_an_import_that_asks_for_gpus_gets_answers_without_cuda(monkeypatch: pyt
     cuda: Any = torch.cuda
     here, asked = os.getpid(), list[str]()
 
-    def real(name: str, answer: Any) -> None:
+    def real(name: str, answer: Any) -> Any:
         def ask(*_: Any) -> Any:
             asked.extend([name] if os.getpid() == here else [])
             return answer
 
-        monkeypatch.setattr(torch.cuda, name, ask)
+        return ask
 
     gpu = SimpleNamespace(name="H200", major=9, minor=0, total_memory=1 << 37, uuid=uuid4())
     for name, answer in (("is_available", True), ("device_count", 2), ("current_device", 1), ("get_device_properties", gpu)):
-        real(name, answer)
+        monkeypatch.setattr(torch.cuda, name, real(name, answer))
+    utils = SimpleNamespace(get_device_properties=real("triton", {"max_shared_mem": 232448}))
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     with cuda_answered_by_a_child():
         kept = cuda.current_device
         assert cuda.is_available() and cuda.device_count() == 2 and kept() == 0
         assert cuda.get_device_capability() == cuda.get_device_capability("cuda:1") == (9, 0)
         assert cuda.get_device_properties(1).total_memory == 1 << 37
+        assert utils.get_device_properties(1) == {"max_shared_mem": 232448}
         assert asked == []
     assert kept() == cuda.current_device() == 1, "what was kept asks CUDA from now on"
     assert asked == ["current_device", "current_device"]
@@ -627,5 +630,7 @@ def test_gpus_that_differ_are_refused_for_a_common_import(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    utils = SimpleNamespace(get_device_properties=lambda _: {})  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     with pytest.raises(ValueError, match="the GPUs differ: H200, A100"), cuda_answered_by_a_child():
         pass

@@ -14,23 +14,24 @@ from typing import Any
 import msgspec
 
 
+class _Gpu(msgspec.Struct):
+    """The properties of a GPU as torch has them, and as Triton has them; {}: it cannot ask either."""
+
+    torch: dict[str, Any]
+    triton: dict[str, Any]
+
+
 @contextlib.contextmanager
 def cuda_answered_by_a_child() -> Generator[int]:
     """For the time of an import; yields the number of GPUs. What keeps one of these functions asks CUDA itself from then on.
 
-    Raises ValueError: the GPUs differ, and what an import learns of one is not true of the others.
+    Raises ValueError: the GPUs differ, and what an import learns of one is not true of the others; or the child has failed.
     """
     torch: Any = importlib.import_module("torch")
-    devices = [SimpleNamespace(**found) for found in _devices(torch.cuda)]
+    gpus = _gpus(torch.cuda)
+    devices = [SimpleNamespace(**gpu.torch) for gpu in gpus]
     if len({(device.name, device.major, device.minor) for device in devices}) > 1:
         raise ValueError(f"the GPUs differ: {', '.join(device.name for device in devices)}")
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: bool(devices),
-        "device_count": lambda: len(devices),
-        "current_device": lambda: 0,
-        "get_device_properties": lambda *device: devices[_index(torch, *device)],
-    }
-    asked = {name: getattr(torch.cuda, name) for name in answers}
     importing = True
 
     def stand_in(answer: Callable[..., Any], ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,14 +41,35 @@ def cuda_answered_by_a_child() -> Generator[int]:
 
         return call
 
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, stand_in(answer, asked[name]))
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
+            ask = getattr(owner, name)
+            setattr(owner, name, stand_in(answer, ask))
+            stack.callback(setattr, owner, name, ask)
+
+        replace(torch.cuda, "is_available", lambda: bool(devices))
+        replace(torch.cuda, "device_count", lambda: len(devices))
+        replace(torch.cuda, "current_device", lambda: 0)
+        replace(torch.cuda, "get_device_properties", lambda *device: devices[_index(torch, *device)])
+        if gpus and all(gpu.triton for gpu in gpus):
+            replace(_triton(), "get_device_properties", [gpu.triton for gpu in gpus].__getitem__)
+        try:
+            yield len(devices)
+        finally:
+            importing = False
+
+
+def _triton() -> Any:
+    """What of Triton asks the driver of CUDA."""
+    return importlib.import_module("triton.runtime").driver.active.utils
+
+
+def _of_triton(index: int) -> dict[str, Any]:
     try:
-        yield len(devices)
-    finally:
-        importing = False
-        for name, ask in asked.items():
-            setattr(torch.cuda, name, ask)
+        return dict(_triton().get_device_properties(index))
+    except Exception:
+        return {}
 
 
 def _index(torch: Any, device: Any = None) -> int:
@@ -56,15 +78,17 @@ def _index(torch: Any, device: Any = None) -> int:
     return torch.device(device).index or 0
 
 
-def _devices(cuda: Any) -> list[dict[str, Any]]:
-    """The properties of each GPU, as torch has them."""
+def _gpus(cuda: Any) -> list[_Gpu]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             found = [cuda.get_device_properties(index) for index in range(cuda.device_count())] if cuda.is_available() else []
-            answer = [{name: getattr(one, name) for name in dir(one) if not name.startswith("_")} for one in found]
+            answer = [
+                _Gpu({name: getattr(one, name) for name in dir(one) if not name.startswith("_")}, _of_triton(index))
+                for index, one in enumerate(found)
+            ]
             with open(write, "wb") as file:
                 file.write(msgspec.json.encode(answer, enc_hook=str))
             code = 0
@@ -74,4 +98,6 @@ def _devices(cuda: Any) -> list[dict[str, Any]]:
     with open(read, "rb") as file:
         answer = file.read()
     os.waitpid(pid, 0)
-    return msgspec.json.decode(answer, type=list[dict[str, Any]])
+    if not answer:
+        raise ValueError("torch cannot tell which GPUs there are")
+    return msgspec.json.decode(answer, type=list[_Gpu])
