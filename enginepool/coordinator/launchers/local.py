@@ -130,10 +130,11 @@ class LocalLauncher:
 
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
         """Call `then` with the fork server of this worker. A simulated engine imports little, and is started without one."""
-        if self._config.groups[group].engine == "sim":
-            then(None)
+        config = self._config.groups[group]
+        if config.engine == "sglang" and config.fork_server:
+            self._fork_servers.when_usable(config, self._environment(group, index), then)
         else:
-            self._fork_servers.when_usable(self._config.groups[group], self._environment(group, index), then)
+            then(None)
 
     def _launch(
         self, group: str, index: int, incarnation: str, weights: GroupWeights | None, server: ForkServer | None
