@@ -109,10 +109,10 @@ def test_a_closed_engine_leaves_no_process_and_refuses_work(causal: HostedEngine
     assert "closed" in closed.refusal
 
 
-def test_a_pool_that_is_started_as_users_do_it_scores_and_leaves_no_process(
+def test_a_pool_that_is_started_as_users_do_it_scores_has_its_worker_back_and_leaves_no_process(
     processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process is started, and imports what it needs: elsewhere they are forked from one that has imported all of it."""
+    """Its fork server imports SGLang, and forks the worker and the one that follows."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = PoolConfig(
         groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
@@ -125,13 +125,21 @@ def test_a_pool_that_is_started_as_users_do_it_scores_and_leaves_no_process(
     async def scenario() -> list[psutil.Process]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(START_S):
             await pool.ready(timeout=START_S)
-            result = await pool.score([5], [[6, 7]], label_token_ids=[1, 2])
-            np.testing.assert_allclose(result.scores[0], reference.label_scores([5, 6, 7], (1, 2), False), rtol=1e-4, atol=1e-5)
-            [worker] = (await pool.status()).groups[0].workers
-            host = psutil.Process(worker.pid)
-            return [host, *host.children(recursive=True)]
+            families: list[psutil.Process] = []
+            for killed in (True, False):
+                result = await pool.score([5], [[6, 7]], label_token_ids=[1, 2])
+                want = reference.label_scores([5, 6, 7], (1, 2), False)
+                np.testing.assert_allclose(result.scores[0], want, rtol=1e-4, atol=1e-5)
+                [worker] = (await pool.status()).groups[0].workers
+                host = psutil.Process(worker.pid)
+                family = [host, *host.children(recursive=True)]
+                assert len(family) >= 3, "a worker, and SGLang's own processes"
+                families += family
+                if killed:
+                    host.kill()
+            return families
 
     family = asyncio.run(scenario())
-    assert len(family) >= 3, "a worker, and SGLang's own processes"
+    assert not [line for line in daemon.lines if "fork server" in line]
     assert daemon.end() == 0
     assert psutil.wait_procs(family, timeout=CLOSE_S)[1] == []

@@ -344,11 +344,9 @@ def _work(module: str, environment: dict[str, str], folder: str, numbers: Sequen
     """A process as `ChildProcess.start` makes it. `numbers`: those that the inherited descriptors have in the other process."""
     os.setsid()
     # None has a number that another one is to have.
-    copies = [fcntl(descriptor, F_DUPFD_CLOEXEC, _HIGH) for descriptor in inherited]
+    log, *copies = (fcntl(descriptor, F_DUPFD_CLOEXEC, _HIGH) for descriptor in (log, *inherited))
     for descriptor in inherited:
         os.close(descriptor)
-    if log in numbers:
-        log = os.dup(log)
     for number, copy in zip(numbers, copies, strict=True):
         os.dup2(copy, number)
         os.close(copy)
