@@ -261,7 +261,7 @@ def main() -> None:
         trainer = start_trainer(model, chosen.device, gpus, scratch, stack)
         wanted = dict(OPTIONS) if chosen.device == "cuda" else {}
         transfer = chosen.transfer or ("staged" if len(gpus) > 1 else "ipc")
-        group = {"gpus": [gpus[min(1, len(gpus) - 1)]]} if gpus else {}
+        group: dict[str, Any] = {"gpus": [gpus[min(1, len(gpus) - 1)]]} if gpus else {}
         address, _ = pool_of(
             model, chosen.device, ["generate"], wanted, scratch, stack, reserve_staging=transfer == "staged", **group
         )

@@ -170,7 +170,7 @@ class Launched:
     def __init__(self, directory: Path, ready_s: float) -> None:
         (directory / "state").mkdir()
         self.ended: asyncio.Queue[WorkerExited] = asyncio.Queue()
-        group = GroupConfig(model=str(directory), workers=2, gpus=["6", "7"], kernel_cache="/kernels")
+        group = GroupConfig(model=str(directory), workers=2, gpus=["6", "7"], fork_server=True, kernel_cache="/kernels")
         config = PoolConfig(groups={"g": group}, state_dir=str(directory / "state"), timing=Timing(starting_s=2 * ready_s))
         context = LauncherContext(config, directory / "state", "ipc://nowhere", None, self.ended.put_nowait)
         self.launcher = LocalLauncher(context)

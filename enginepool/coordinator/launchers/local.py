@@ -131,7 +131,8 @@ class LocalLauncher:
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
         """Call `then` with the fork server of this worker. A simulated engine imports little, and is started without one."""
         config = self._config.groups[group]
-        if config.engine == "sglang" and config.fork_server:
+        wanted = not self._gpus.get(group) if config.fork_server is None else config.fork_server
+        if config.engine == "sglang" and wanted:
             self._fork_servers.when_usable(config, self._environment(group, index), then)
         else:
             then(None)
