@@ -261,8 +261,8 @@ def _disk() -> CheckResult:
 def kernel_caches(folders: Sequence[str]) -> list[CheckResult]:
     """A line for each folder in which compiled kernels are kept."""
     if folders:
-        return [_kernel_cache(Path(folder).expanduser()) for folder in dict.fromkeys(folders)]
-    found = [Path(folder).expanduser() for folder in DEFAULT_PLACES]
+        return [_kernel_cache(Path(os.path.expanduser(folder))) for folder in dict.fromkeys(folders)]
+    found = [Path(os.path.expanduser(folder)) for folder in DEFAULT_PLACES]
     return [_kernel_cache(folder) for folder in found if folder.is_dir()] or [CheckResult("kernel cache", "note", "none yet")]
 
 

@@ -351,6 +351,7 @@ def _work(module: str, environment: dict[str, str], folder: str, numbers: Sequen
         os.dup2(copy, number)
         os.close(copy)
     become(environment, folder, log)
+    os.close(log)  # else what is forked from here on has it, and a pipe has no end before them
     sys.argv = [module]
     if "coordinator" in module:
         fork_what_is_started()

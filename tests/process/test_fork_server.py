@@ -209,13 +209,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(fork_servers, "COMMAND", (sys.executable, "-c", *command))
 
         async def story() -> None:
+            others = psutil.Process().children()  # of other tests
             launched = Launched(tmp_path, ready_s)
             try:
                 await act(launched)
             finally:
                 launched.launcher.stop_all()
                 async with asyncio.timeout(PATIENCE_S):
-                    while psutil.Process().children():
+                    while {*psutil.Process().children()} - {*others}:
                         await asyncio.sleep(0.01)  # until the loop has reaped them
 
         asyncio.run(story())
