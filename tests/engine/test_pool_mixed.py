@@ -24,8 +24,8 @@ safetensors: Any = importlib.import_module("safetensors.torch")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-#: tokens of a sequence that still runs when new weights arrive
-LENGTH = 400
+#: tokens of a sequence that still runs when new weights arrive, and of one for which they wait
+LONG, SHORT = 1500, 200
 #: seconds between scores that a client asks for: there are some in each part of a scene
 PAUSE_S = 0.02
 
@@ -122,6 +122,7 @@ def test_new_weights_meet_rows_and_sequences(
 
     known = {version - 1: weights(version - 1), version: weights(version)}
     prompts, labels, scored = [[5, 6, 7], [8]], [7, 8, 9], list[ScoreResult]()
+    length = SHORT if in_flight == "drain" else LONG
 
     async def score(pool: Pool, over: asyncio.Event) -> None:
         while not over.is_set():
@@ -138,7 +139,7 @@ def test_new_weights_meet_rows_and_sequences(
                 for _ in range(2):
                     asking.create_task(score(pool, over))
                 await enough(scored, 8)
-                streams = [pool.stream(prompt, n=2, max_new_tokens=LENGTH, **GREEDY) for prompt in prompts]
+                streams = [pool.stream(prompt, n=2, max_new_tokens=length, **GREEDY) for prompt in prompts]
                 chunks = [aiter(stream) for stream in streams]  # which end the streams when they are collected
                 for each in chunks:
                     await anext(each)
@@ -163,6 +164,6 @@ def test_new_weights_meet_rows_and_sequences(
             ends = np.cumsum([count for _, count in sample.spans])
             parts = np.split(sample.token_ids, ends[:-1])
             spans = [(known[named], part.tolist()) for (named, _), part in zip(sample.spans, parts, strict=True)]
-            assert len(sample.token_ids) == LENGTH
+            assert len(sample.token_ids) == length
             below, _ = (reference.across if in_flight == "in_place" else reference.afresh)(prompt, spans)
             assert below.max() < 1e-4
