@@ -69,4 +69,6 @@ def _descendants(process: Any) -> set[psutil.Process]:
     """All children of a living process. Those of an ended process are not known any more."""
     if process.poll() is not None:
         return set()
-    return set(psutil.Process(process.pid).children(recursive=True))
+    with suppress(psutil.NoSuchProcess):  # it has ended since
+        return set(psutil.Process(process.pid).children(recursive=True))
+    return set()
