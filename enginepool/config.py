@@ -135,7 +135,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: fork workers from a process of their host that has imported SGLang; False: each worker imports it; none: fork those
     #: that use no GPU, because what that saves on GPUs is not measured yet
     fork_server: bool | None = None
-    #: the folder, on the hosts of the workers, in which kernels that were compiled are kept; empty: each library has a place
+    #: the folder, on the hosts of the workers, in which kernels that were compiled are kept; it counts more than variables
+    #: such as TRITON_CACHE_DIR, which SGLang itself sets where it is imported; empty: each library has a place
     kernel_cache: str = ""
     #: directories, on the hosts of the workers, under which weights of their engines may be saved; empty: nowhere
     save_roots: list[str] = []

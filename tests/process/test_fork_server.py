@@ -229,13 +229,14 @@ def test_forked_workers_have_the_gpus_and_the_kernel_cache_of_their_configuratio
 ) -> None:
     monkeypatch.setattr(local, "COMMAND", (sys.executable, "-c", SETTINGS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # what the environment names has its place there
+    for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(name, "/elsewhere")  # as SGLang does for the process that imports it
 
     async def act(launched: Launched) -> None:
         for index in (0, 1):
             assert launched.launcher.start("g", index, f"g-{index}.1")
             found = await launched.reported()
-            assert found.reason == f"exit code 7: {6 + index} /elsewhere /kernels 1"
+            assert found.reason == f"exit code 7: {6 + index} /kernels/triton /kernels 1"
         launched.server()  # one for both
 
     run(act, SERVER)

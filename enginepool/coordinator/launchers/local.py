@@ -209,7 +209,7 @@ class LocalLauncher:
     def _environment(self, group: str, index: int) -> dict[str, str]:
         """The environment variables of a worker and of its stager."""
         config = self._config.groups[group]
-        environment = {**(cache_variables(config.kernel_cache) if config.kernel_cache else {}), **os.environ}
+        environment = os.environ | (cache_variables(config.kernel_cache) if config.kernel_cache else {})
         gpus = self._gpus.get(group)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[index]
