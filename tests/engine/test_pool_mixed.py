@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from enginepool import Generation, Generations, LogprobsResult, Pool, ScoreResult, WeightPublisher
+from enginepool import Generations, LogprobsResult, Pool, ScoreResult, TokenChunk, WeightPublisher
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from tests.engine.forked import ForkedDaemon
 from tests.engine.language_models import LanguageModel
@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: tokens of a sequence that still runs when new weights arrive, and of one for which they wait
 LONG, SHORT = 1500, 200
+#: tokens under the new weights, after which a sequence need not go on
+ENOUGH = 40
 #: seconds between scores that a client asks for: there are some in each part of a scene
 PAUSE_S = 0.02
 
@@ -45,6 +47,15 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with Processes() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield ForkedDaemon(processes, config).listening()
+
+
+#: the samples of a stream, each as its tokens by the version of the weights that computed them
+Sequences = dict[int, dict[int, list[int]]]
+
+
+def add_chunk(sequences: Sequences, chunk: TokenChunk) -> None:
+    if chunk.token_ids.size:
+        sequences.setdefault(chunk.sequence, {}).setdefault(chunk.version, []).extend(chunk.token_ids.tolist())
 
 
 async def enough(answers: Sized, count: int) -> None:
@@ -129,7 +140,7 @@ def test_new_weights_meet_rows_and_sequences(
             scored.append(await pool.score([5, 6, 7], [[9], [9, 3]], label_token_ids=labels))
             await asyncio.sleep(PAUSE_S)
 
-    async def scenario() -> list[tuple[Generation, ...]]:
+    async def scenario() -> list[Sequences]:
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
             await pool.ready(START_S)
             over = asyncio.Event()
@@ -140,12 +151,18 @@ def test_new_weights_meet_rows_and_sequences(
                     asking.create_task(score(pool, over))
                 await enough(scored, 8)
                 streams = [pool.stream(prompt, n=2, max_new_tokens=length, **GREEDY) for prompt in prompts]
-                chunks = [aiter(stream) for stream in streams]  # which end the streams when they are collected
-                for each in chunks:
-                    await anext(each)
+                chunks = [aiter(stream) for stream in streams]
+                found = [Sequences(), Sequences()]
+                for each, sequences in zip(chunks, found, strict=True):
+                    while len(sequences) < 2:
+                        add_chunk(sequences, await anext(each))
                 await update.finish()
                 await enough(scored, len(scored) + 4)
-                found = [(await stream.result())[0] for stream in streams]
+                for each, sequences in zip(chunks, found, strict=True):
+                    async for chunk in each:
+                        add_chunk(sequences, chunk)
+                        if all(len(spans.get(version, [])) >= ENOUGH for spans in sequences.values()):
+                            break  # which ends the stream
                 over.set()
             return found
 
@@ -157,13 +174,12 @@ def test_new_weights_meet_rows_and_sequences(
         for one in scored:
             if one.version == named:
                 np.testing.assert_allclose(one.scores, expected, rtol=1e-4, atol=1e-5)
-    several = any(len(sample.spans) == 2 for samples in found for sample in samples)
-    assert several == (in_flight != "drain"), "the weights changed while sequences ran"
-    for prompt, samples in zip(prompts, found, strict=True):
-        for sample in samples:
-            ends = np.cumsum([count for _, count in sample.spans])
-            parts = np.split(sample.token_ids, ends[:-1])
-            spans = [(known[named], part.tolist()) for (named, _), part in zip(sample.spans, parts, strict=True)]
-            assert len(sample.token_ids) == length
+    for prompt, sequences in zip(prompts, found, strict=True):
+        for spans_of in sequences.values():
+            if in_flight == "drain":
+                assert [*map(len, spans_of.values())] == [length], "of the weights before, to its end"
+            else:
+                assert [*spans_of] == [version - 1, version], "the weights changed while it ran"
+            spans = [(known[named], tokens) for named, tokens in spans_of.items()]
             below, _ = (reference.across if in_flight == "in_place" else reference.afresh)(prompt, spans)
             assert below.max() < 1e-4
