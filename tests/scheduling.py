@@ -22,8 +22,10 @@ ENGINES = "tests/engine"
 #: of those, the tests that share engines; the others start pools or engines of their own
 SHARED_ENGINES = (f"{ENGINES}/test_sglang", f"{ENGINES}/test_versions")
 SIMULATOR = "tests/sim/"
+#: a file that takes a minute, and waits all the time
+WAITS = "tests/wire/test_trainer_ranks.py"
 #: The tests that take longest come first, and those of the simulator last.
-ORDER = (f"{ENGINES}/", "tests/house/", "tests/process/", "tests/wire/", "tests/core/", SIMULATOR)
+ORDER = (f"{ENGINES}/", WAITS, "tests/house/", "tests/process/", "tests/wire/", "tests/core/", SIMULATOR)
 
 
 def scope(nodeid: str) -> str:

@@ -78,10 +78,16 @@ def test_fifty_updates_under_two_hundred_generations_change_the_tokens_from_thei
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
             await pool.ready(PATIENCE_S)
-            async with Callers(pool, 200) as callers:
-                for version in range(1, 51):
-                    record = await publisher.publish(some_weights(version), version, **MODES[mode])
-                    callers.digests[version] = record.digest
+            watched, versions = aiter(pool.stream(prompt(199), max_new_tokens=3900, temperature=0.0)), list[int]()
+            async with Callers(pool, 199) as callers:
+                for version in range(51):
+                    if version:
+                        record = await publisher.publish(some_weights(version), version, **MODES[mode])
+                        callers.digests[version] = record.digest
+                    while version not in versions:  # until there are tokens of these weights
+                        versions.append((await anext(watched)).version)
+                await watched.aclose()
+            assert versions == sorted(versions)
             assert callers.several > 50
             assert (await pool.weights()).version == 50
 
