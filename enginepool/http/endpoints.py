@@ -106,8 +106,9 @@ class Endpoints:
         served = serving.manager.served_model_name
         card = {"id": served, "object": "model", "created": 0, "owned_by": "enginepool"}
         group = named_group(await self._pool.status(within), self._group)
+        # Those that were loaded later are in the limits, too, once the group has some.
         adapters = [*(group.limits.adapters if group.limits else ()), *(one.name for one in group.adapters)]
-        cards = [card, *(card | {"id": f"{served}:{adapter}", "parent": served} for adapter in adapters)]
+        cards = [card, *(card | {"id": f"{served}:{adapter}", "parent": served} for adapter in dict.fromkeys(adapters))]
         if not name:
             return Reply(200, msgspec.json.encode({"object": "list", "data": cards}))
         for one in cards:

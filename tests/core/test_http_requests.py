@@ -1,6 +1,8 @@
 """What OpenAI's API takes of a request for a pool, what it refuses, and how it names an error. No SGLang here."""
 
+import asyncio
 import importlib.util
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,14 @@ from enginepool.client.openai_calls import OpenAICalls
 from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
 from enginepool.http.adapters import take_adapter
 from enginepool.http.build import SETTINGS, check_settings
+from enginepool.http.endpoints import Endpoints
 from enginepool.http.failures import body_of, status_of
 from enginepool.http.media import take_media
 from enginepool.http.options import read_options
 from enginepool.http.refusals import refuse_dangerous, refuse_template
 from enginepool.http.sampling import pool_options
+from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.messages.status import AdapterStatus, GroupLimits, GroupStatus
 
 
 def request(parameters: Any = None, **given: Any) -> Any:
@@ -214,3 +219,20 @@ def test_what_is_not_installed_is_named_before_anything_is_asked(monkeypatch: py
         ConfigError, match=r'^openai: jsonschema, openai: not installed here; pip install "enginepool\[openai\]"$'
     ):
         NoPool().openai()
+
+
+def test_each_adapter_is_one_model_whether_engines_started_with_it_or_it_was_loaded_later() -> None:
+    limits = GroupLimits("causal", 8, 8, 8, operations=("generate",), adapters=("later", "math"))
+    group = GroupStatus("policy", limits=limits, adapters=[AdapterStatus("later", 1, "")])
+
+    class Status:
+        async def status(self, within: float | None) -> StatusReport:
+            return StatusReport(1, groups=[group])
+
+    class Ready(Endpoints):
+        async def _serving(self, within: float | None) -> Any:
+            return SimpleNamespace(manager=SimpleNamespace(served_model_name="m"))
+
+    reply = asyncio.run(Ready(Status(), "", None, {}).answer("GET", "/v1/models", {}, b"", None))
+    assert isinstance(reply.body, bytes)
+    assert [card["id"] for card in json.loads(reply.body)["data"]] == ["m", "m:later", "m:math"]
