@@ -21,7 +21,7 @@ def abort(
         str,
         typer.Option(metavar="ID", callback=_check_client, help="Those of this client alone, in all groups or in GROUP."),
     ] = "",
-    request: Annotated[int | None, typer.Option(metavar="N", min=1, help="The one of the client with this id alone.")] = None,
+    request: Annotated[int | None, typer.Option(metavar="N", min=0, help="The one of the client with this id alone.")] = None,
     connect: Address = DEFAULT_ADDRESS,
 ) -> None:
     """End all requests of a group, or of a client.

@@ -69,7 +69,7 @@ class AdapterCalls:
             raise bad("tensors", "tensors: give a path, or tensors and config", "")
         message, frames = LoadAdapter(0, name, version or 1, group), list[bytes]()
         if path is not None:
-            message.path = check_path(path)
+            message.path = check_path(path, "the folder of an adapter")
         else:
             frames = [_config_text(config), _packed(tensors)]
             message.digest = adapter_digest(*frames)
@@ -101,8 +101,10 @@ class AdapterCalls:
 
 
 def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise bad("name", f"name: {kind(name)}; the name of an adapter")
     try:
-        check_adapter_name(name if isinstance(name, str) else "")
+        check_adapter_name(name)
     except WireError as error:
         raise BadRequest(error.message, field=error.field, limit=error.limit) from None
 

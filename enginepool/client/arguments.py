@@ -159,13 +159,13 @@ def meant(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def check_path(value: Any) -> str:
-    """The path of a checkpoint directory: one that is here is told from the root on, as workers run in other folders."""
+def check_path(value: Any, expected: str = "a checkpoint directory") -> str:
+    """The path of a folder: one that is here is told from the root on, as workers run in other folders."""
     path = fspath(cast("PathLike[str]", value)) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str) or not path:
         shown = "empty" if path == "" else kind(cast("object", value))
-        raise bad("path", f"path: {shown}; a checkpoint directory")
-    if Path(path).is_dir():
+        raise bad("path", f"path: {shown}; {expected}")
+    if os.path.isdir(path):  # False for a path that is too long for this host
         path = str(Path(path).resolve())
     utf8("path", path)
     return path

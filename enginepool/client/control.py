@@ -135,7 +135,7 @@ class ControlCalls:
         check_group(group)
         if not isinstance(client, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise bad("client", f"client: expected the hex digits of its id, got {client!r}")
-        if request is not None and (not client or type(request) is not int or not 0 < request <= MAX_ID):
+        if request is not None and (not client or type(request) is not int or not 0 <= request <= MAX_ID):
             raise bad("request", f"request: expected the id of a request of `client`, got {request!r}")
         return (await self._command(Control(0, "abort", group, client=client, request=request), timeout)).aborted
 
@@ -204,7 +204,9 @@ class ControlCalls:
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds. The worker goes on.
         """
-        asked = Control(0, "save", check_group(group), check_worker(worker), path=check_path(path))
+        asked = Control(
+            0, "save", check_group(group), check_worker(worker), path=check_path(path, "a new folder on the worker's host")
+        )
         rows = (await self._command(asked, timeout)).workers
         row = rows[0] if rows else WorkerOutcome(worker, "pool_down", "retired")
         if row.code:

@@ -1,11 +1,13 @@
 """Ending the requests of a client, or one of them: whose they are, in which groups, and who says which client is meant."""
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
 
 from enginepool.cli.status import tables
+from enginepool.client.control import ControlCalls
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import ErrorReply, StatusReport
@@ -59,6 +61,15 @@ def test_one_request_of_a_client_ends() -> None:
     assert [*outputs(abort(pool, client=ME.hex()[:8], request=6))] == [6]
     assert failures(abort(pool, client=ME.hex()[:8], request=7))[7].message == "this request was aborted by an operator"
     assert [*pool.machine.core.links[mine].live] == [5] and aborted(abort(pool, client=ME.hex()[:8], request=99)) == 0
+
+
+def test_a_request_may_have_the_id_0_as_the_wire_says() -> None:
+    class Asked(ControlCalls):
+        async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
+            assert (question.client, question.request) == (ME.hex(), 0)
+            return ControlReport(1, "", "abort", aborted=1)
+
+    assert asyncio.run(Asked().abort(client=ME.hex(), request=0)) == 1
 
 
 def test_a_group_is_named_where_the_requests_of_other_groups_are_to_go_on() -> None:

@@ -46,6 +46,7 @@ def test_a_configuration_of_peft_has_sets_and_becomes_json() -> None:
         ({"name": "f", "tensors": b"", "config": {"a": float("nan")}}, "config"),
         ({"name": "f", "path": "/a", "version": 0}, "version"),
         ({"name": "f", "path": ""}, "path"),
+        ({"name": "f", "path": 3}, "path"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_before_it_is_sent(arguments: dict[str, Any], field: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from enginepool.client.control import ControlCalls
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations import control
+from enginepool.errors import BadRequest
 from enginepool.protocol.messages import Exiting
-from enginepool.protocol.messages.control import Command, Control
+from enginepool.protocol.messages.control import Command, Control, ControlReport, WorkerOutcome
 from enginepool.workers.engine import EngineError
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.engine_weights import LOST_WEIGHTS, NewWeights
@@ -87,6 +89,21 @@ def test_a_worker_that_is_lost_or_takes_too_long_ends_the_call_and_the_next_one_
     assert commands(save(pool)).keys() == {b"w2"}
     told = [report for _ in range(102) for report in reports(beat(pool, b"w2"))]
     assert [(row.code, row.message) for row in told[0].workers] == [("deadline_exceeded", "no answer in time")]
+
+
+# --- in the client ------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_none_is_told_what_one_is_and_one_that_is_too_long_here_goes_to_the_worker() -> None:
+    class Asked(ControlCalls):
+        async def _command(self, question: Control, timeout: float | None) -> ControlReport:  # noqa: ASYNC109
+            return ControlReport(1, "g", "save", [WorkerOutcome("g-0", "", question.path)])
+
+    for path in ("", 3):
+        with pytest.raises(BadRequest, match=r"^path: .*; a new folder on the worker's host$"):
+            asyncio.run(Asked().save_weights(path))  # pyright: ignore[reportArgumentType]
+    long = f"{ROOT}/{'x' * 300}"
+    assert asyncio.run(Asked().save_weights(long)).message == long
 
 
 # --- in the worker ------------------------------------------------------------------------------------------------------
