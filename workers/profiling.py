@@ -1,10 +1,11 @@
 """Profiles of a worker's engine: one at a time, each in a folder of its own. The worker ends one that nothing else ends."""
 
 import asyncio
+import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def _make(root: str, *names: str) -> str:
     top = os.path.realpath(os.path.expanduser(root))
     folder = Path(top, *(re.sub(r"[^\w.-]|^\.", "_", name) for name in names), time.strftime("%Y%m%dT%H%M%S"))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = next(new for new in _numbered(folder) if _is_made(new))
         # A link on the way could lead out of it.
         inside = os.path.realpath(folder) == str(folder)
         writable = inside and os.access(folder, os.W_OK)
@@ -89,3 +91,19 @@ def _make(root: str, *names: str) -> str:
     if not writable:
         raise EngineError(f"{folder}: cannot be written")
     return str(folder)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """The folder, and names for others that begin within the same second."""
+    yield folder
+    for number in itertools.count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
+
+
+def _is_made(folder: Path) -> bool:
+    """Make it; False: it exists. Raises OSError."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
