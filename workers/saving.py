@@ -34,6 +34,14 @@ class SavedWeights:
     load_format: str
 
 
+def form_of(folder: Path) -> str:
+    """The `load_format` that engines need to start on weights which were saved in this folder; "": none were."""
+    try:
+        return str(json.loads((folder / RECORD).read_bytes())["load_format"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
 class WeightSaving:
     """Performs `save`, one at a time.
 

@@ -22,6 +22,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import digest_of
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.loop import WorkerProcess, wants_room
+from enginepool.workers.saving import RECORD
 from enginepool.workers.sglang.host.build import prepare
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.sglang.host.settings import SettingsError
@@ -218,6 +219,22 @@ def test_files_that_the_load_format_does_not_read_are_not_looked_at(tmp_path: Pa
         prepare(EngineSettings(model=str(tmp_path), device="cuda", options={"load_format": "safetensors"}))
     with pytest.raises(SettingsError, match="the device is cuda"):  # what is looked at next
         prepare(EngineSettings(model=str(tmp_path), device="cuda", options={"load_format": "dummy"}))
+
+
+def test_an_engine_that_would_read_saved_weights_in_another_form_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    record = make_tiny_model(tmp_path) / RECORD
+    record.write_text('{"load_format": "sharded_state"}')
+    with pytest.raises(SettingsError, match=r"load_format='auto' is refused: .* as 'sharded_state'$"):
+        prepare(EngineSettings(model=str(tmp_path), device="cuda"))
+    with pytest.raises(SettingsError, match="the device is cuda"):  # what is looked at next
+        prepare(EngineSettings(model=str(tmp_path), device="cuda", options={"load_format": "sharded_state"}))
+    for other in ("[]", "{}", "{"):
+        record.write_text(other)
+        with pytest.raises(SettingsError, match="the device is cuda"):
+            prepare(EngineSettings(model=str(tmp_path), device="cuda"))
 
 
 def test_a_checkpoint_s_path_that_no_directory_can_have_here_is_refused_and_harms_no_worker(

@@ -14,6 +14,7 @@ import msgspec
 from enginepool.host.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.saving import form_of
 from enginepool.workers.sglang.generate.settings import generation_kwargs
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
@@ -55,7 +56,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
 
     Raises:
         SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
-            truncated, no such device, or a setting is refused.
+            truncated, weights that were saved need another `load_format`, no such device, or a setting is refused.
     """
     model = os.path.expanduser(settings.model)
     folder = Path(model)
@@ -63,6 +64,9 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         raise SettingsError("there is no such folder")
     if folder.is_dir() and not holds_model(folder):
         raise SettingsError("that folder has no config.json")
+    # SGLang would look for tensors by the names of a checkpoint, and end with the first that it does not find.
+    if (needed := form_of(folder)) and (form := settings.options.get("load_format", "auto")) != needed:
+        raise SettingsError(f"engine option load_format={form!r} is refused: this folder was saved by a pool, as {needed!r}")
     if folder.is_dir() and settings.options.get("load_format", "auto") in ("auto", "safetensors"):
         try:
             refuse_damaged(folder)
