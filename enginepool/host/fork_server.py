@@ -55,12 +55,14 @@ class ForkServer:
         Raises:
             OSError: it could not be forked, or the server has ended.
         """
-        request = ForkRequest(list(arguments), dict(environment), list(descriptors), leads_session)
+        # Variables of a process need not be UTF-8.
+        variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
+        request = ForkRequest(list(arguments), variables, list(descriptors), leads_session)
         # The parent of a forked process ends at once, and so this process is its next one.
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             self._connection.settimeout(FORK_S)
-            socket.send_fds(self._connection, [msgspec.json.encode(request)], list(descriptors.values()))
+            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], list(descriptors.values()))
             answer = int(self._connection.recv(32) or -errno.ECONNRESET)
         except OSError:
             self.close()  # a late answer is not one to the next request
@@ -80,7 +82,7 @@ class ForkRequest(msgspec.Struct, array_like=True):
     """What a process that was forked becomes. `numbers`: of its descriptors."""
 
     arguments: list[str]
-    environment: dict[str, str]
+    environment: list[tuple[bytes, bytes]]
     numbers: list[int]
     leads_session: bool
 
@@ -103,7 +105,7 @@ class Forked:
         for number, copy in zip(request.numbers, copies, strict=True):
             os.dup2(copy, number)
             os.close(copy)
-        given = request.environment
+        given = {os.fsdecode(name): os.fsdecode(value) for name, value in request.environment}
         changed = {name: now for name, (before, now) in set_by_imports.items() if given.get(name) == before}
         os.environ.clear()
         os.environ.update({**given, **changed})
@@ -125,7 +127,7 @@ def serve(requests: socket.socket) -> Forked:
         message, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, _MOST_DESCRIPTORS)
         if not message:
             os._exit(0)
-        request = msgspec.json.decode(message, type=ForkRequest)
+        request = msgspec.msgpack.decode(message, type=ForkRequest)
         read, write = os.pipe()
         if _forked(request.leads_session, write):
             requests.close()

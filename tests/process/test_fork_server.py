@@ -242,6 +242,19 @@ def test_forked_workers_have_the_gpus_and_the_kernel_cache_of_their_configuratio
     run(act, SERVER)
 
 
+def test_variables_that_are_no_utf_8_reach_forked_workers(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "import os, sys; print(os.environb[b'CITY'].hex(), 'SET_BY_IMPORT' in os.environ, flush=True); sys.exit(7)"
+    monkeypatch.setattr(local, "COMMAND", (sys.executable, "-c", told))
+    city = b"Orl\xe9ans"
+    monkeypatch.setenv("CITY", os.fsdecode(city))
+
+    async def act(launched: Launched) -> None:
+        assert launched.launcher.start("g", 0, "g-0.1")
+        assert (await launched.reported()).reason == f"exit code 7: {city.hex()} True"
+
+    run(act, SERVER)
+
+
 def test_workers_wait_for_their_fork_server_and_share_it(run: Callable[..., None]) -> None:
     async def act(launched: Launched) -> None:
         assert launched.launcher.start("g", 0, "g-0.1")

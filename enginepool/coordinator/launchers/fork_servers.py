@@ -9,7 +9,7 @@ import contextlib
 import socket
 import sys
 from asyncio import TimerHandle, get_running_loop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -55,14 +55,14 @@ class ForkServers:
         self._lifeline = lifeline
         self._gpus = gpus
         self._ready_s = ready_s
-        self._servers: dict[bytes, _Server] = {}
+        self._servers: dict[Hashable, _Server] = {}
 
     def when_usable(self, group: GroupConfig, environment: Mapping[str, str], then: Usable = lambda server: None) -> None:
         """Call `then` when it is known whether a worker of `group` can be forked, often at once. Starts a server if need be."""
         settings = {"device": group.device, "compiles": bool(group.options.get("enable_torch_compile"))}
         if self._gpus is not None:
             environment = {**environment, "CUDA_VISIBLE_DEVICES": self._gpus}
-        key = msgspec.json.encode((settings, sorted(environment.items())))
+        key = (tuple(settings.values()), frozenset(environment.items()))
         server = self._servers.get(key)
         if server is None:
             server = self._servers[key] = _Server()
@@ -72,7 +72,7 @@ class ForkServers:
         else:
             then(server.server)
 
-    def _start(self, key: bytes, server: _Server, settings: Mapping[str, object], environment: Mapping[str, str]) -> None:
+    def _start(self, key: Hashable, server: _Server, settings: Mapping[str, object], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spec = msgspec.json.encode({"socket": theirs.fileno(), **settings}).decode()
         environment = {**environment, "ENGINEPOOL_FORK_SERVER": spec}
@@ -114,7 +114,7 @@ class ForkServers:
         for then in waiting:
             then(usable)
 
-    def _ended(self, key: bytes, server: _Server, code: int | None) -> None:
+    def _ended(self, key: Hashable, server: _Server, code: int | None) -> None:
         self._close(server)
         if self._servers.get(key) is not server:
             return  # ended by `end`
