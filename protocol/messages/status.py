@@ -129,7 +129,8 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
 
 class ClientStatus(msgspec.Struct, omit_defaults=True):
     """One client in a status report: its requests without an answer, and their items. `id`: the first 8 hex digits of its own
-    id. `oldest`: the id of the request that it asked for first, `oldest_s` seconds ago.
+    id, or all 32 where another client's begins so, too. `oldest`: the id of the request that it asked for first, `oldest_s`
+    seconds ago.
     """
 
     id: str

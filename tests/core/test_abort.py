@@ -100,6 +100,17 @@ def test_what_names_no_client_is_refused(fields: dict[str, Any], said: str) -> N
     assert re.fullmatch(said, refused.message), refused.message
 
 
+def test_a_client_whose_id_begins_as_another_s_can_be_aborted_by_what_the_status_shows() -> None:
+    pool = Pool()
+    links = [pool.client(link, client=client) for link, client in ((b"m", ME), (b"o", OTHER), (b"x", b"x" * 16))]
+    for link, requests in zip(links, (3, 2, 1), strict=True):
+        for number in range(requests):
+            pool.submit(link, number + 1, generate(3))
+    shown = [one.id for one in status(pool).busiest]
+    assert shown == [ME.hex(), OTHER.hex(), (b"x" * 4).hex()]
+    assert [aborted(abort(pool, client=id_)) for id_ in shown] == [3, 2, 1]
+
+
 def test_a_client_goes_with_abort_alone() -> None:
     [refused] = of_type(Pool().do(ev.ControlAsked(0, b"c", Control(1, "flush", client=ME.hex()))), ErrorReply)
     assert (refused.code, refused.message) == ("bad_request", "client: goes with abort, got flush")
