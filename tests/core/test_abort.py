@@ -10,6 +10,7 @@ from enginepool.cli.status import tables
 from enginepool.client.control import ControlCalls
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.status import report
+from enginepool.coordinator.fleet.fan_out import OPEN
 from enginepool.protocol.messages import ErrorReply, StatusReport
 from enginepool.protocol.messages.control import Control, ControlReport
 from tests.core.generations import CAN, GeneratingPool, generate, outputs
@@ -109,6 +110,14 @@ def test_a_client_whose_id_begins_as_another_s_can_be_aborted_by_what_the_status
     shown = [one.id for one in status(pool).busiest]
     assert shown == [ME.hex(), OTHER.hex(), (b"x" * 4).hex()]
     assert [aborted(abort(pool, client=id_)) for id_ in shown] == [3, 2, 1]
+
+
+def test_questions_to_workers_that_are_open_keep_no_request_from_its_end() -> None:
+    pool, _, _ = two_clients()
+    for number in range(OPEN):
+        pool.do(ev.ControlAsked(0, b"flusher%d" % number, Control(1, "flush")))
+    assert failures(pool.do(ev.ControlAsked(0, b"c", Control(1, "flush"))))[1].code == "busy"
+    assert aborted(abort(pool, client=ME.hex(), group="g")) == 3 and aborted(abort(pool)) == 2
 
 
 def test_a_client_goes_with_abort_alone() -> None:

@@ -39,14 +39,17 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
     if group is None:
         core.unknown_group(e.link, message.id, message.group)
         return
-    if fan_out.is_open(e.link, message.id) or _refused(core, group, e) or not fan_out.make_room(e.link, message.id):
+    if fan_out.is_open(e.link, message.id) or _refused(core, group, e):
         return
+    # No worker is asked: it needs no room, of which others may leave none.
     if message.command == "abort" and message.client:
         _abort_of_client(core, holding, e, group)
         return
     if message.command == "abort":
         aborted = holding.abort(list(group.live), f"all requests of group {group.name!r} were aborted")
         core.effects.append(ToClient(e.link, ControlReport(message.id, group.name, message.command, aborted=aborted)))
+        return
+    if not fan_out.make_room(e.link, message.id):
         return
     if message.command == "save" and not message.worker:
         # One is enough: all have the same weights. Which one it is shows in the answer.
