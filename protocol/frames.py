@@ -35,14 +35,30 @@ def encode_header(message: Message) -> bytes:
     """Frame 0 of `message`. Where it would be longer than a receiver reads, its texts for people are cut off.
 
     They may repeat what a peer sent, or be what a library said; a peer that gets what it cannot read waits, or drops the link.
+    Halves of surrogate pairs, which JSON in a file or in a request may have, are written as `\\ud800`.
     """
-    header = _encoder.encode(message)
+    whole: Any = message
+    try:
+        header = _encoder.encode(whole)
+    except UnicodeEncodeError:
+        whole = _without_surrogates(msgspec.to_builtins(message, builtin_types=(bytes,)))
+        header = _encoder.encode(whole)
     most = MAX_TEXT
     while len(header) > MAX_HEADER_BYTES and most:
-        header = _encoder.encode(_shortened(msgspec.to_builtins(message, builtin_types=(bytes,)), most))
+        header = _encoder.encode(_shortened(msgspec.to_builtins(whole, builtin_types=(bytes,)), most))
         # Thousands of parts may have an error each.
         most //= 8
     return header
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(entry) for key, entry in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(entry) for entry in cast("Sequence[Any]", value)]
+    return value
 
 
 def _shortened(value: Any, most: int, name: str = "") -> Any:

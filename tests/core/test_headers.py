@@ -20,9 +20,13 @@ from enginepool.protocol.messages import (
     Ended,
     FrameSpec,
     FromClient,
+    FromWorker,
+    GenerationProgress,
     PartDone,
     Ping,
+    Step,
 )
+from enginepool.protocol.messages.adapters import AdapterChanged
 from enginepool.protocol.messages.control import CommandName, MemoryTag
 from tests.core.machines import Pool, results, work
 
@@ -116,3 +120,14 @@ def test_an_error_about_one_of_a_few_values_says_which_are_allowed(
     assert (caught.value.code, caught.value.field) == ("bad_request", field)
     assert caught.value.message == f"{field}: Invalid enum value 'x'; one of {caught.value.limit}"
     assert set(caught.value.limit.split(", ")) == set(allowed)
+
+
+def test_a_text_that_has_half_a_surrogate_pair_can_be_sent() -> None:
+    """JSON in a file or in a request may have one, and an error quotes it: its worker has to go on."""
+    changed = AdapterChanged((7, 1), code="weights_refused", message="\ud800.lora_A: the model has no such layer, é")
+    assert decode_header(msgspec.msgpack.Decoder(FromWorker), encode_header(changed)) == AdapterChanged(
+        (7, 1), code="weights_refused", message="\\ud800.lora_A: the model has no such layer, é"
+    )
+    step = Step(1, 0, 0, 0, "error", "no schema: \udfff")
+    assert b"no schema: \\udfff" in encode_header(GenerationProgress(7, 1, [step], []))
+    assert len(encode_header(AdapterChanged((7, 1), message="\udfff" * MAX_HEADER_BYTES))) < MAX_HEADER_BYTES
