@@ -18,7 +18,7 @@ import psutil
 
 from enginepool import __version__
 from enginepool.errors import ConfigError
-from enginepool.host.folders import exposed
+from enginepool.host.folders import exposed, written_by_others
 from enginepool.host.kernel_caches import DEFAULT_PLACES, size_of
 from enginepool.net.address import STATE_DIR, default_address, is_in_use
 
@@ -269,13 +269,15 @@ def kernel_caches(folders: Sequence[str]) -> list[CheckResult]:
 def _kernel_cache(folder: Path) -> CheckResult:
     stands = next(path for path in (folder, *folder.parents) if path.exists())
     said = f"{folder}, {size_of(folder) / GB:.1f} GB in it, {shutil.disk_usage(stands).free / GB:.1f} GB free"
+    try:
+        why = written_by_others(folder)
+    except OSError as error:
+        why = f"{stands}: {error.strerror}"
+    if why:
+        return CheckResult("kernel cache", "note", f"{said}; engines run what lies there, and {why}")
     if not os.access(stands, os.W_OK) or not stands.is_dir():
         return CheckResult(
             "kernel cache", "note", f"{said}; {stands} cannot be written: each engine compiles its kernels again"
-        )
-    if stands == folder and folder.stat().st_mode & 0o022:
-        return CheckResult(
-            "kernel cache", "note", f"{said}; others can write to it, and engines run what lies there: chmod go-w"
         )
     return CheckResult("kernel cache", "good", said)
 

@@ -83,25 +83,53 @@ def exposed(folder: Path) -> str:
     there, symbolic links too, is this user's or the system's; others may write to none of it, but for a folder like /tmp,
     in which they cannot rename the files of other users.
     """
-    whole = Path.cwd() / folder  # with its `..`, which may stand behind a link
-    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}
-    for link in (*reversed(whole.parents), whole):
-        if link.is_symlink() and link.lstat().st_uid not in trusted:
-            return f"the symbolic link {link} belongs to another user"
-    real = whole.resolve(strict=True)
-    for parent in real.parents:
-        status = parent.stat()
-        if status.st_uid not in trusted:
-            return f"{parent} belongs to another user"
-        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-            mode = stat.S_IMODE(status.st_mode)
-            return f"others can write to {parent} (mode {mode:04o}): chmod go-w it, or name another directory"
+    why, real = _replaceable(folder)
+    if why:
+        return why
     status = real.stat()
     if status.st_uid != os.geteuid():
         return f"{real} belongs to another user"
     if status.st_mode & 0o077:
         return f"others can enter {real} (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700 it"
     return ""
+
+
+def written_by_others(folder: Path) -> str:
+    """Why other users could put something into `folder`, which they may read, or something else in its place; "" where they
+    cannot. Where it is missing, those count who could make it. Raises OSError."""
+    at = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    why, real = _replaceable(at)
+    if why:
+        return why
+    status = real.stat()
+    if status.st_uid not in _trusted():
+        return f"{real} belongs to another user"
+    if status.st_mode & 0o022:
+        return f"others can write to {real} (mode {stat.S_IMODE(status.st_mode):04o}): chmod go-w it, or name another directory"
+    return ""
+
+
+def _trusted() -> set[int]:
+    """The users of whom this one expects no harm."""
+    return {os.geteuid(), 0, Path("/").stat().st_uid}
+
+
+def _replaceable(folder: Path) -> tuple[str, Path]:
+    """(why other users could put something else in the place of `folder`, or ""; where its links lead)."""
+    whole = Path.cwd() / folder  # with its `..`, which may stand behind a link
+    trusted = _trusted()
+    for link in (*reversed(whole.parents), whole):
+        if link.is_symlink() and link.lstat().st_uid not in trusted:
+            return f"the symbolic link {link} belongs to another user", whole
+    real = whole.resolve(strict=True)
+    for parent in real.parents:
+        status = parent.stat()
+        if status.st_uid not in trusted:
+            return f"{parent} belongs to another user", real
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            mode = stat.S_IMODE(status.st_mode)
+            return f"others can write to {parent} (mode {mode:04o}): chmod go-w it, or name another directory", real
+    return "", real
 
 
 def make_private(folder: Path) -> None:

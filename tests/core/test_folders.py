@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from enginepool.host.folders import PrivateFolder, exposed, make_private
+from enginepool.host.folders import PrivateFolder, exposed, make_private, written_by_others
 
 #: makes a folder, says where, and waits
 MAKES_ONE = """
@@ -107,5 +107,16 @@ def test_what_belongs_to_another_user_is_exposed_and_so_is_what_its_links_lead_t
     assert exposed(link) == exposed(link / "..") == f"the symbolic link {link} belongs to another user"
     os.chown(folder, 12345, 12345)
     assert exposed(folder) == f"{folder} belongs to another user"
+    assert written_by_others(folder) == written_by_others(folder / "new") == f"{folder} belongs to another user"
     (folder / "own").mkdir(mode=0o700)
-    assert exposed(folder / "own") == f"{folder} belongs to another user"
+    assert exposed(folder / "own") == written_by_others(folder / "own") == f"{folder} belongs to another user"
+
+
+def test_a_folder_that_others_may_read_alone_is_written_by_nobody_else(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir(mode=0o755)
+    assert written_by_others(folder) == written_by_others(folder / "new" / "one") == ""
+    for mode in (0o775, 0o757, 0o1777):
+        folder.chmod(mode)
+        said = f"others can write to {folder} (mode {mode:04o}): chmod go-w it, or name another directory"
+        assert written_by_others(folder) == written_by_others(folder / "new" / "one") == said

@@ -345,7 +345,9 @@ def test_doctor_says_how_large_the_kernel_caches_of_a_pool_are_and_who_can_write
     assert kernel_caches.size_of(tmp_path / "kernels") == 2_000
     assert found("kernels") == ("good", f"{tmp_path}/kernels, 0.0 GB in it, {found('kernels')[1].split(', ')[-1]}")
     assert found("new") == ("good", f"{tmp_path}/new, 0.0 GB in it, {found('new')[1].split(', ')[-1]}")
-    assert "others can write to it" in found("shared")[1]
+    wide = f"engines run what lies there, and others can write to {tmp_path}/shared (mode 0777): chmod go-w it"
+    for name in ("shared", "shared/new", "shared/of/new"):
+        assert found(name)[0] == "note" and wide in found(name)[1], "others can make it, or put another one in its place"
     assert f"{tmp_path}/file cannot be written: each engine compiles its kernels again" in found("file/below")[1]
 
 
