@@ -32,16 +32,14 @@ from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
 IDLE_S = 30.0
 #: how long that moment is at first, and at most, before the engine is asked again
-_MOMENT_S = 0.001
-_MOMENTS_S = 0.1
+_MOMENT_S, _MOMENTS_S = 0.001, 0.1
 #: an engine that takes longer hangs
 TAKE_S = 300.0
 JOIN_S = 90.0
 EXAMINE_S = 90.0
 SAVE_S = 1800.0
 #: how long after one look for an answer the next one is: at first, and at most
-_LOOK_S = 0.001
-_LOOKS_S = 0.02
+_LOOK_S, _LOOKS_S = 0.001, 0.02
 
 #: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
 UnlessOver = Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -158,7 +156,7 @@ class SglangWeights:
                     pause = min(2 * pause, _LOOKS_S)
         except TimeoutError:
             raise EngineError(f"{late} within {seconds:g} s") from None
-        answers = [msgspec.msgpack.decode(path.read_bytes()) for path in paths]
+        answers = [_taken(path) for path in paths]
         _raise_first(answers)
         return answers
 
@@ -312,11 +310,7 @@ class SglangWeights:
             success, message = (await self._within(self._tm.update_weights_from_tensor(request, None), TAKE_S))[:2]
         if not success:
             raise EngineError(f"the engine refused: {message}")
-        answers: list[dict[str, Any]] = []
-        for path in await self._within(self._of_all(paths), TAKE_S):
-            answers.append(msgspec.msgpack.decode(path.read_bytes()))
-            os.unlink(path)
-        return answers
+        return [_taken(path) for path in await self._within(self._of_all(paths), TAKE_S)]
 
     async def _of_all(self, paths: list[Path]) -> list[Path]:
         """The files of all processes. Replicas, and stages, that are given the same ticket each have one; they may be late."""
@@ -342,6 +336,12 @@ class _NoTensor:
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         torch: Any = importlib.import_module("torch")
         return torch.Tensor, ()
+
+
+def _taken(path: Path) -> dict[str, Any]:
+    answer = msgspec.msgpack.decode(path.read_bytes())
+    path.unlink()
+    return answer
 
 
 def _raise_first(answers: list[dict[str, Any]]) -> None:
