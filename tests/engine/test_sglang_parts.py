@@ -315,19 +315,25 @@ def test_every_row_reports_its_forward_with_and_without_metrics() -> None:
     ("replicas", "level", "kept"), [(1, "ERROR", (None, False)), (2, "ERROR", ("shared", False)), (1, "INFO", (None, True))]
 )
 def test_a_scheduler_says_how_much_it_has_to_do_only_to_who_reads_it(
-    replicas: int, level: str, kept: tuple[str | None, bool], caplog: pytest.LogCaptureFixture
+    replicas: int, level: str, kept: tuple[str | None, bool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def create_writer(ports: None) -> str:
+        """As SGLang's, which makes a file in /dev/shm that stays."""
+        return "shared"
+
+    create = "create_load_snapshot_writer"
+    monkeypatch.setitem(globals(), create, create_writer)
+
     class Reporting:
         """What is changed of SGLang's scheduler."""
 
-        def __init__(self, dp_size: int) -> None:
-            self.server_args = SimpleNamespace(dp_size=dp_size)
-            self.load_snapshot_writer = "shared"
+        def __init__(self) -> None:
+            self.load_snapshot_writer = globals()[create](None)
             self.metrics_reporter = SimpleNamespace(is_stats_logging_rank=True)
 
     caplog.set_level(level, logger=__name__)
-    report_no_load(Reporting)
-    made = Reporting(replicas)
+    report_no_load(Reporting, replicas)
+    made = Reporting()
     assert (made.load_snapshot_writer, made.metrics_reporter.is_stats_logging_rank) == kept
 
 

@@ -191,7 +191,7 @@ def run_scheduler(
     for operation in OPERATIONS:
         operation.change_scheduler(pooler)
     note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
-    report_no_load(scheduler)
+    report_no_load(scheduler, settings.dp_size)
     note_scheduler(scheduler)
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)

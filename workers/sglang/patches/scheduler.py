@@ -135,19 +135,24 @@ def pass_tickets_of_refused_updates(model_updater: Any, ours: str) -> None:
     model_updater.update_weights_from_tensor = update_weights_from_tensor
 
 
-def report_no_load(scheduler: Any) -> None:
+def _no_writer(*_: Any, **__: Any) -> None:
+    pass
+
+
+def report_no_load(scheduler: Any, replicas: int) -> None:
     """Have the scheduler keep for itself how much it has to do. `scheduler` is SGLang's class.
 
     SGLang writes that into shared memory before it answers a forward and again when it becomes idle, for a router between
     replicas of one engine, and composes a line about each forward for a log whose level drops it. No process of a pool reads
-    either: batches wait for it.
+    either: batches wait for it. The shared memory is a file in /dev/shm, which outlives the engine.
     """
     init = scheduler.__init__
+    if replicas == 1:
+        module: Any = sys.modules[scheduler.__module__]
+        module.create_load_snapshot_writer = _no_writer
 
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if self.server_args.dp_size == 1:
-            self.load_snapshot_writer = None
         if not logging.getLogger(scheduler.__module__).isEnabledFor(logging.INFO):
             self.metrics_reporter.is_stats_logging_rank = False
 

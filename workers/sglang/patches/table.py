@@ -241,7 +241,10 @@ PRIVATE: tuple[Private, ...] = (
             "read", "whether all that runs are scores",
         ),
         ("Scheduler.tp_worker", "read", "whether forwards are CUDA graphs"),
-        ("Scheduler.load_snapshot_writer", "replaced", "a load that no process reads is not written"),
+        (
+            "create_load_snapshot_writer", "replaced", "a load that no process reads is not written",
+            "port_args, dp_size, dp_rank, publish_interval", "server_args, port_args, dp_size, dp_rank, publish_interval",
+        ),
         ("Scheduler.metrics_reporter", "read", "lines that no log takes are not composed"),
     ),
     *_private(
