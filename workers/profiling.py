@@ -32,6 +32,8 @@ class Profiling:
         self._running: TaskId | None = None
         #: the folder of the last profile, and the `stop_profile` that was told of it; None: none was, and the next one is
         self._folder, self._told = "", (0, 0)
+        #: why that one has no traces, or ""
+        self._failed = ""
         self._turn = asyncio.Lock()
 
     async def start(self, command: Command) -> str:
@@ -43,7 +45,7 @@ class Profiling:
             if self._running is None:
                 self._folder = await asyncio.to_thread(_make, self._root, *self._worker)
                 await self._engine.profiler.start(self._folder, command.steps)
-                self._running, self._told = command.task, None
+                self._running, self._told, self._failed = command.task, None, ""
                 self._spawn(self._end(command))
             return self._folder
 
@@ -54,6 +56,8 @@ class Profiling:
                 raise EngineError("no profile runs, and none has ended since the last stop_profile")
             self._told = command.task
             await self._stop()
+            if self._failed:
+                raise EngineError(self._failed)
             return self._folder
 
     async def _end(self, command: Command) -> None:
@@ -63,13 +67,19 @@ class Profiling:
                 return
             try:
                 await self._stop()
-            except (EngineError, EngineDied) as error:
-                say(f"the profile in {self._folder} could not be ended: {error}")
+            except EngineDied:
+                return  # the worker ends, and says why
+            if self._failed:
+                say(self._failed)
 
     async def _stop(self) -> None:
+        """Raises EngineDied."""
         if self._running is not None:
             self._running = None
-            await self._engine.profiler.stop()
+            try:
+                await self._engine.profiler.stop()
+            except EngineError as error:
+                self._failed = f"the profile in {self._folder} failed: {error}"
 
 
 def _make(root: str, *names: str) -> str:

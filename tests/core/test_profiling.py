@@ -126,11 +126,16 @@ def test_an_engine_that_cannot_write_its_traces_says_so_once_and_takes_the_next_
         await worker.start(1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker.engine.profiler, "stop", fail)
-            with pytest.raises(EngineError, match="no space left"):
-                await worker.stop(2)
-        with pytest.raises(EngineError, match="no profile runs"):
-            await worker.stop(3)
-        await worker.start(4)
+            for seconds in (LONG_S, 0.001):
+                if seconds != LONG_S:
+                    await worker.start(3, seconds)
+                    await worker.ends[1]
+                with pytest.raises(EngineError, match=r"the profile in .* failed: no space left"):
+                    await worker.stop(4)
+                with pytest.raises(EngineError, match="no profile runs"):
+                    await worker.stop(5)
+        folder = await worker.start(6)
+        assert await worker.stop(7) == folder
 
     play(scene, str(tmp_path))
 

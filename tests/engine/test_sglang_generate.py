@@ -599,7 +599,16 @@ def check_profile(engine: HostedEngine, directory: Path, categories: set[str]) -
     engine.call("do", "profiler.stop")
     with pytest.raises(EngineError, match=r"SGLang did not stop its profiler: .*not in progress"):
         engine.call("do", "profiler.stop")
-    assert one(engine, task()).reason
+    # A folder that cannot be made stands for a disk that is full: the engine goes on, and so does its next profile.
+    (directory / "file").touch()
+    for steps in (0, 1):
+        engine.call("do", "profiler.start", str(directory / "file/folder"), steps)
+        one(engine, task(max_new_tokens=8, ignore_eos=True))
+        with pytest.raises(EngineError, match=r"^the traces could not be written: Not a directory$"):
+            engine.call("do", "profiler.stop")
+    engine.call("do", "profiler.start", str(directory / "after"), 0)
+    engine.call("do", "profiler.stop")
+    assert len(traces(directory / "after")) == 1
 
 
 def check_saved(engine: HostedEngine, model: Path, directory: Path, atol: float, **settings: Any) -> None:

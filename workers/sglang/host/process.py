@@ -22,6 +22,7 @@ from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
+from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
@@ -192,6 +193,8 @@ def run_scheduler(
         operation.change_scheduler(pooler)
     note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
     report_no_load(scheduler, settings.dp_size)
+    profiler = _class(modules.PROFILER, "SchedulerProfilerManager")
+    end_no_engine_for_a_trace(profiler, _class(modules.REQUESTS, "ProfileReqOutput"))
     note_scheduler(scheduler)
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)

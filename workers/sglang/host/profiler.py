@@ -4,6 +4,7 @@ from typing import Any
 
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.lifetime import one_line
+from enginepool.workers.sglang.patches.profiles import UNWRITTEN
 from enginepool.workers.sglang.weights.updates import UnlessOver
 
 
@@ -36,5 +37,7 @@ class SglangProfiler:
         try:
             await self._unless_over(self._tm.stop_profile())
         except RuntimeError as error:
+            if str(error).startswith(UNWRITTEN):
+                raise EngineError(str(error)) from None
             if not self._ends:
                 raise EngineError(f"SGLang did not stop its profiler: {one_line(error)}") from None

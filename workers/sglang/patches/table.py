@@ -26,6 +26,7 @@ from enginepool.workers.sglang.patches.modules import (
     PAGES,
     POOLER,
     PROCESSORS,
+    PROFILER,
     RECEIVER,
     REQUESTS,
     RESULTS,
@@ -251,6 +252,13 @@ PRIVATE: tuple[Private, ...] = (
         "patches/scheduler.py", METRICS,
         ("SchedulerMetricsReporter.is_stats_logging_rank", "replaced", "lines that no log takes are not composed"),
     ),
+    *_private(
+        "patches/profiles.py", PROFILER,
+        ("SchedulerProfilerManager._stop_profile", "replaced", "traces that cannot be written end no engine", "self, stage"),
+        ("SchedulerProfilerManager.torch_profiler profile_in_progress dp_tp_cpu_group", "read", "a profile that failed"),
+        ("SchedulerProfilerManager.unwritten", "added", "why it has no traces"),
+    ),
+    *_private("patches/profiles.py", REQUESTS, ("ProfileReqOutput", "called", "why a profile has no traces")),
     *_private(
         "patches/scheduler.py", RECEIVER,
         ("SchedulerRequestReceiver.recv_requests", "called", "requests are received in a forward", "self", "self, local_reqs"),
