@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,13 @@ def keep_notes(role: str) -> None:
         logging.getLogger("sglang").addHandler(LogNotes(Path(folder) / str(os.getpid()), role))
 
 
+def share_no_progress_bars() -> None:
+    """tqdm, which shows how a model loads, shares a lock between processes. It is a file in /dev/shm, and no process of an engine
+    lives to remove it."""
+    tqdm: Any = importlib.import_module("tqdm")
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
 def start_biases_at_zero() -> None:
     """Have every linear layer's bias begin at zero instead of at random.
 
@@ -173,6 +181,7 @@ def run_scheduler(
     `rows`: the settings of an engine that runs rows next to sequences; else None.
     """
     keep_notes("scheduler")
+    share_no_progress_bars()
     start_biases_at_zero()
     if os.environ.get(BRIDGE_VARIABLE) and (settings.enable_lora or settings.lora_paths):
         pinned_memory.install()
