@@ -98,8 +98,8 @@ def keep_notes(role: str) -> None:
 
 
 def share_no_progress_bars() -> None:
-    """tqdm, which shows how a model loads, shares a lock between processes. It is a file in /dev/shm, and no process of an engine
-    lives to remove it."""
+    """tqdm, which shows how a model loads, shares a lock between processes. It is a file in /dev/shm, which stays when the
+    process that would remove it is killed with the engine."""
     tqdm: Any = importlib.import_module("tqdm")
     tqdm.tqdm.set_lock(threading.RLock())
 
