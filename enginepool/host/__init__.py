@@ -1,10 +1,13 @@
 """This host, as processes that share it see it: which one it is, memory that others map, paths of sockets. No torch here."""
 
+import errno
 import os
 from pathlib import Path
 
 #: where files are memory
 SHARED = Path("/dev/shm")
+#: bytes that large files leave free there: an engine leaves its answers in small ones, and ends where it cannot
+SPARE_BYTES = 16 << 20
 #: bytes that the path of a Unix socket has at most: `sun_path` of unix(7) is 108, with a null at the end
 LONGEST_PATH = 107
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -15,6 +18,13 @@ def os_error(error: OSError) -> str:
     """One line for a user: the file, where the error names one, and what is wrong."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises OSError: so many bytes more in `folder` would leave less than `SPARE_BYTES` free, or there is no such folder."""
+    room = os.statvfs(folder)
+    if room.f_bavail * room.f_frsize < nbytes + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_file(path: Path, data: bytes) -> None:

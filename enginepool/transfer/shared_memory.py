@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginepool.host import SHARED, unnamed_file
+from enginepool.host import SHARED, check_room, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
@@ -39,6 +39,8 @@ class HostSpace:
         """`lent`: a sealed memfd, so that other programs can rely on its size. Raises OSError: no room."""
         self.fd = -1
         try:
+            if not lent:
+                check_room(SHARED, nbytes)
             self.fd = _sealable() if lent else unnamed_file(SHARED)
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:

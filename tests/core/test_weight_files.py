@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
-from enginepool.host import unnamed_file
+from enginepool.host import SPARE_BYTES, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import digest_of
@@ -80,6 +80,25 @@ def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:
     os.close(fd)
     assert other.read_bytes() == path.read_bytes()
     assert os.listdir(other.parent) == ["g-1"]
+
+
+def test_a_copy_that_would_fill_the_memory_of_the_host_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines answer there, and end where they cannot."""
+    saved(tmp_path / "g-1")
+    fd = os.open(tmp_path / "g-1", os.O_RDONLY)
+    free = os.fstat(fd).st_size + SPARE_BYTES - 1
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(OSError, match="No space left"):
+        copy_snapshot(fd, str(tmp_path / "there"))
+    assert os.listdir(tmp_path) == ["g-1"]
+    free += 1
+    copy_snapshot(fd, str(tmp_path / "there"))
+    assert sorted(os.listdir(tmp_path)) == ["g-1", "there"]
+    os.close(fd)
 
 
 def test_two_stagers_with_the_same_pid_copy_a_snapshot_at_the_same_time(

@@ -37,6 +37,7 @@ from enginepool.workers.sglang.patches.scheduler import (
 )
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.outputs import forward_count, refuse_aborted
+from enginepool.workers.sglang.weights import answer_files
 from tests.engine.forked import run_code
 
 # --- read-out ----------------------------------------------------------------------------------------------------------
@@ -335,6 +336,30 @@ def test_a_scheduler_says_how_much_it_has_to_do_only_to_who_reads_it(
     report_no_load(Reporting, replicas)
     made = Reporting()
     assert (made.load_snapshot_writer, made.metrics_reporter.is_stats_logging_rank) == kept
+
+
+def test_engines_answer_where_there_is_room_and_are_asked_nothing_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk, full = tmp_path / "memory", tmp_path / "disk", set[Path]()
+    memory.mkdir()
+    disk.mkdir()
+
+    def statvfs(place: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=0 if place in full else 1 << 20, f_frsize=4096)
+
+    monkeypatch.setattr(answer_files, "SHARED", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    answers = answer_files.AnswerFiles()
+    for place in (memory, disk):
+        first, second = answers.name("answer", 2)
+        assert first != second and first.parent.parent == place
+        full.add(place)
+    with pytest.raises(EngineError, match=rf"{memory}, {disk}: neither can be written and has 16 MiB"):
+        answers.name("answer", 1)
+    answers.close()
+    assert not [*memory.iterdir(), *disk.iterdir()]
 
 
 def test_labels_of_packed_sequences_are_those_of_the_function_that_is_replaced() -> None:

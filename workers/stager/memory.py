@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from enginepool.host import SHARED, unnamed_file
+from enginepool.host import SHARED, check_room, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weights import MemoryRegion
@@ -123,9 +123,8 @@ def _reach_each_other(gpus: int) -> bool:
 def _shared_file(nbytes: int) -> int:
     """An unnamed file in this host's memory with room for so many bytes. Raises OSError."""
     with contextlib.suppress(OSError):
-        room = os.statvfs(SHARED)
-        if room.f_bavail * room.f_frsize > nbytes:
-            return unnamed_file(SHARED)
+        check_room(SHARED, nbytes)
+        return unnamed_file(SHARED)
     return os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
 
 

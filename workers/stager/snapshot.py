@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from enginepool.host import check_room
 from enginepool.host.folders import OWNER, exposed, make_private
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
@@ -153,10 +154,11 @@ def copy_snapshot(fd: int, path: str) -> None:
     It is written under another name first. Another stager may do the same at the same time, in another container perhaps, with
     the same pid: either file is whole.
     """
+    size, at = os.fstat(fd).st_size, 0
+    check_room(Path(path).parent, size)
     part = f"{path}.{secrets.randbits(32)}.{os.getpid()}"
     copy = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        size, at = os.fstat(fd).st_size, 0
         while at < size:
             at += os.pwrite(copy, os.pread(fd, min(_CHUNK, size - at), at), at)
         os.fsync(copy)

@@ -8,9 +8,7 @@ before the engine stops for the load, so that the ticket of the load is tiny. No
 import asyncio
 import importlib
 import itertools
-import os
 import pickle
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from enginepool.host import SHARED
-from enginepool.host.folders import PrivateFolder
 from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Finding
@@ -28,6 +24,7 @@ from enginepool.workers.engine import EngineDied, EngineError, NotComparable, On
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
+from enginepool.workers.sglang.weights.answer_files import AnswerFiles
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
 IDLE_S = 30.0
@@ -64,10 +61,7 @@ class SglangWeights:
         self._unless_over = unless_over
         self._forget_cached = forget_cached
         self._numbers = itertools.count()
-        #: where answers are left: in memory, where the host has a place for that
-        shared = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
-        self._folder = PrivateFolder(shared, "enginepool-answers-")
-        self._answers = self._folder.path
+        self._answers = AnswerFiles()
         #: the load that the schedulers have prepared, and its name
         self._prepared: tuple[NewWeights, int] | None = None
         self._model: ModelTensors | None = None
@@ -86,8 +80,8 @@ class SglangWeights:
         self._loads = 0
 
     def close(self) -> None:
-        """Remove the files of tickets and answers."""
-        self._folder.remove()
+        """Remove the files of answers."""
+        self._answers.close()
 
     async def describe(self) -> None:
         """Learn what an update of this model consists of. Called once, before the engine serves.
@@ -146,7 +140,7 @@ class SglangWeights:
 
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
         """The second answers to tickets that are carried out while the engine serves. Raises EngineError."""
-        paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
+        paths = self._answers.name("later", len(tickets))
         _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
             async with asyncio.timeout(seconds):
@@ -156,7 +150,7 @@ class SglangWeights:
                     pause = min(2 * pause, _LOOKS_S)
         except TimeoutError:
             raise EngineError(f"{late} within {seconds:g} s") from None
-        answers = [_taken(path) for path in paths]
+        answers = [self._answers.take(path) for path in paths]
         _raise_first(answers)
         return answers
 
@@ -289,7 +283,7 @@ class SglangWeights:
         if self.asleep:
             raise EngineError("the engine's weights are asleep: wake them first")
         all_tickets = list(tickets) if len(tickets) == self.ranks else list(tickets) * self.ranks
-        paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
+        paths = self._answers.name("answer", len(all_tickets))
         payloads: list[bytes] = []
         for ticket, path in zip(all_tickets, paths, strict=True):
             asked = ticket | {"answer": str(path)} | ({"several": True} if self._processes.times > 1 else {})
@@ -310,7 +304,7 @@ class SglangWeights:
             success, message = (await self._within(self._tm.update_weights_from_tensor(request, None), TAKE_S))[:2]
         if not success:
             raise EngineError(f"the engine refused: {message}")
-        return [_taken(path) for path in await self._within(self._of_all(paths), TAKE_S)]
+        return [self._answers.take(path) for path in await self._within(self._of_all(paths), TAKE_S)]
 
     async def _of_all(self, paths: list[Path]) -> list[Path]:
         """The files of all processes. Replicas, and stages, that are given the same ticket each have one; they may be late."""
@@ -336,12 +330,6 @@ class _NoTensor:
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         torch: Any = importlib.import_module("torch")
         return torch.Tensor, ()
-
-
-def _taken(path: Path) -> dict[str, Any]:
-    answer = msgspec.msgpack.decode(path.read_bytes())
-    path.unlink()
-    return answer
 
 
 def _raise_first(answers: list[dict[str, Any]]) -> None:
