@@ -27,6 +27,14 @@ def cache_variables(folder: str) -> dict[str, str]:
     return {name: str(whole / below) for name, below in VARIABLES.items()}
 
 
+def make_cache(folder: str) -> None:
+    """Make the folder, unless it exists: an engine ends where it cannot. Raises OSError, which names the setting."""
+    try:
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"kernel_cache = {folder!r}") from None
+
+
 def size_of(folder: Path) -> int:
     """Bytes of the files below `folder`; 0: there is no such folder."""
     return sum(
