@@ -32,6 +32,12 @@ def rewarder(
 ) -> Rewarder:
     """What computes the reward of a sample. The arguments are those of `Pool.rollout`. Raises BadRequest."""
     if isinstance(reward, str):
+        if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad("reward_options", f"reward_options: {kind(options)}; a dict of options of score")
+        if to_row is not None and not callable(to_row):
+            raise bad("to_row", f"to_row: {kind(to_row)}; a function of a prompt and a sample")
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise bad("tokenizer", f"tokenizer: {kind(tokenizer)}; a tokenizer, which has a method decode")
         check_options("score", options or {}, ScoreOptions)
         own: ScoreOptions = {**(options or {}), "group": check_group(reward)}
         return _scored(pool, own, to_row or _rows(tokenizer))
@@ -63,7 +69,12 @@ def _rows(tokenizer: Any) -> ToRow:
 
 def _scored(pool: ScoreCalls, options: ScoreOptions, to_row: ToRow) -> Rewarder:
     async def score(row: Any, sample: Generation) -> float:
-        query, item = to_row(row, sample)
+        pair = to_row(row, sample)
+        try:
+            query, item = pair
+        except (TypeError, ValueError):
+            text = f"to_row: the function returned {kind(pair)}; it must return a query and an item"
+            raise bad("to_row", text) from None
         answer = await pool.score(query, cast("Any", [item]), **options)
         return float(answer.scores[0, 0])
 
