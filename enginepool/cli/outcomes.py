@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 
 def show_outcomes(report: "ControlReport", done: str) -> None:
-    """A line for each worker: `done`, or why it failed. Raises CommandFailed: one did."""
+    """A line for each worker: `done`, or why it failed. Raises CommandFailed: one did, or there is none to profile."""
+    if not report.workers:
+        none = f"{report.group}: no worker was asked, since all are retired or none is connected"
+        if report.command in ("start_profile", "stop_profile"):
+            raise CommandFailed(none)
+        typer.echo(none)
     for worker in report.workers:
         typer.echo(f"{worker.name}: {worker.message or done}")
     if failed := sum(bool(worker.code) for worker in report.workers):
