@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.fleet.fan_out import OPEN_EACH
+from enginepool.coordinator.fleet.fan_out import OPEN, OPEN_EACH
 from enginepool.protocol.messages import Exiting, TaskId
 from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, WorkerOutcome
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected, InspectWeights, WeightsReport
@@ -144,6 +144,26 @@ def test_the_commands_of_a_caller_that_is_gone_end_and_leave_their_places() -> N
     for _ in range(int(pool.machine.core.config.timing.update_inspect_s) + 2):
         beat(pool, worker)
     assert not pool.machine.questions.open, "a worker that does not answer keeps no place either"
+
+
+def test_a_pause_that_may_be_undone_keeps_its_place_while_others_ask() -> None:
+    """A caller that heard `busy` would leave a group paused whose engine was not."""
+    pool = Pool(config(groups=("a", "b", "c")))
+    for group in "abc":
+        pool.worker(group, group=group)
+    for number in range(OPEN - 3):
+        pool.do(ev.ControlAsked(0, b"greedy%d" % number, Control(1, "flush", "a")))
+    told: list[Sent] = []
+    for number, group in enumerate("abc"):
+        told += pool.do(ev.ControlAsked(0, b"t", Control(number, "pause", group, mode="in_place")))
+    assert failures(pool.do(ev.ControlAsked(0, b"new", Control(9, "flush", "a")))).keys() == {9}
+    for sent in told:
+        if isinstance(sent.message, Command) and sent.message.command == "pause":
+            pool.do(ev.WorkerSaid(0, sent.link, Commanded(sent.message.task, "engine_error", "it cannot pause so")))
+    for hold in pool.holds:
+        pool.do(ev.HoldsKept(0, hold.number))
+    assert {one.message.id for one in pool.sent if one.link == b"t" and isinstance(one.message, ControlReport)} == {0, 1, 2}
+    assert not any(group.holds.paused for group in pool.machine.core.groups.values())
 
 
 def test_a_client_that_only_scores_may_not_flush() -> None:

@@ -26,6 +26,8 @@ class Question(Protocol):
     id: int
     #: the type of the message that answers `ask`
     answer: type[Message]
+    #: `settle` may undo something: it has to be waited for
+    settles: bool
 
     def ask(self, task: TaskId, worker: Worker) -> Message:
         """The message that asks `worker`."""
@@ -90,20 +92,21 @@ class FanOut:
 
     def make_room(self, link: Link, id: int) -> bool:
         """Whether one more question of `link` may be open. If all places are taken, a link with at least two more open
-        questions than `link` loses one of them."""
+        questions than `link` loses one of them, but none that may have to undo something."""
         counts = Counter(opened.link for opened in self.open)
         if counts[link] >= OPEN_EACH:
             self._busy(link, id, OPEN_EACH, f"{OPEN_EACH} questions to workers of this link are open")
             return False
         if len(self.open) < OPEN:
             return True
-        other, most = counts.most_common(1)[0]
-        if most <= counts[link] + 1:
+        newest = {opened.link: opened for opened in self.open if not opened.question.settles}
+        other = max(newest, key=counts.__getitem__, default=link)
+        if counts[other] <= counts[link] + 1:
             self._busy(link, id, OPEN, f"{OPEN} questions to workers are open")
             return False
-        newest = next(opened for opened in reversed(self.open) if opened.link == other)
-        self.open.remove(newest)
-        self._busy(other, newest.question.id, OPEN, f"{OPEN} questions to workers are open, of this link the most")
+        ended = newest[other]
+        self.open.remove(ended)
+        self._busy(other, ended.question.id, OPEN, f"{OPEN} questions to workers are open, of this link the most")
         return True
 
     def _busy(self, link: Link, id: int, limit: int, why: str) -> None:

@@ -149,6 +149,7 @@ class Commands:
         self._group, self._holding, self._before = group, holding, group.holds
         self._undone = holding.undone[group.name]
         self._earlier, self._failed = earlier, False
+        self.settles = self.pauses(group)
         #: the workers that are given the command
         self.ready = [worker for worker in ready_workers(group) if message.worker in (ALL, worker.name)]
         self._report = ControlReport(message.id, group.name, message.command, [])

@@ -43,6 +43,7 @@ class Inspection:
     """A question about the weights in engines. `most`: elements of a tensor in one answer."""
 
     answer: type[Message] = Inspected
+    settles = False
 
     def __init__(self, group: Group, message: InspectWeights, most: int) -> None:
         self.id = message.id
