@@ -8,6 +8,8 @@ import pytest
 from enginepool.config import GroupConfig, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import WATCH_S
+from enginepool.coordinator.core.status import report
+from enginepool.coordinator.fleet.checks import MAX_BUDGET
 from enginepool.coordinator.fleet.slots import STEADY_S
 from enginepool.coordinator.fleet.workers import GOODBYE_S
 from enginepool.coordinator.shell.decode import worker_event
@@ -564,6 +566,24 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool.worker("b")
     pool.worker("c", can=CAN.__class__("causal", 999, 100, 100, 8, 200, 16))
     assert list(pool.machine.core.groups["g"].workers) == ["b"]
+
+
+@pytest.mark.parametrize("large", [MAX_BUDGET, MAX_BUDGET + 1, 2**63])
+def test_the_status_has_room_for_what_is_learned_of_the_fastest_worker_that_is_taken(large: int) -> None:
+    pool = Pool()
+    sizes = {"page": large // 2, "batch_tokens": large // 2, "inflight_tokens": large, "pace": large}
+    pool.worker(can=msgspec.structs.replace(CAN, **sizes))
+    client = pool.client()
+    for number in range(100):
+        pool.submit(client, number, work())
+        pool.now += 0.05
+        for batch in list(pool.batches):
+            pool.finish(batch, run_s=1e-5)
+    status = report(pool.machine.core, ev.StatusAsked(pool.now, b"", 1))
+    assert encode_header(status)
+    assert [worker.pace > 2 * large for worker in status.groups[0].workers if worker.stage != "lost"] == [True] * (
+        large == MAX_BUDGET
+    )
 
 
 @pytest.mark.parametrize("field", ["group", "incarnation", "host"])

@@ -20,6 +20,9 @@ MAX_EXPERTS = 1 << 16
 #: Tokens of a context. The lengths of prompts with media, which only a worker knows, are at most that, and the sum over all
 #: prompts is in answers and in status reports, which have room for 64 bits.
 MAX_CONTEXT = 1 << 31
+#: Tokens and rows in flight, and tokens of a forward. What a worker has, and the pace that is learned of it, which may be
+#: several times what it said, are in each status report, which has room for 64 bits.
+MAX_BUDGET = 1 << 48
 #: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
 MAX_FORWARDS = 2**31
 
@@ -30,6 +33,7 @@ def impossible(can: Capabilities) -> str:
         0 < can.batch_tokens <= can.inflight_tokens
         and 0 < can.batch_rows <= can.inflight_rows
         and 0 < can.page <= can.inflight_tokens
+        and max(can.inflight_tokens, can.inflight_rows, can.pace, can.sequences, can.sequence_tokens) <= MAX_BUDGET
         and 0 < can.context <= MAX_CONTEXT
         and can.vocab > 0
         and can.labels >= 0
