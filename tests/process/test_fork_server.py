@@ -255,6 +255,20 @@ def test_variables_that_are_no_utf_8_reach_forked_workers(run: Callable[..., Non
     run(act, SERVER)
 
 
+def test_the_log_of_the_fork_server_stays_while_those_of_ended_workers_go(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "KEPT_LOGS", 1)
+
+    async def act(launched: Launched) -> None:
+        for number in range(4):
+            assert launched.launcher.start("g", 0, f"g-0.{number}")
+            assert (await launched.reported()).reason == FORKED
+        assert sorted(os.listdir(launched.directory / "logs")) == ["fork-server.log", "g-0.2.log", "g-0.3.log"]
+
+    run(act, SERVER)
+
+
 def test_workers_wait_for_their_fork_server_and_share_it(run: Callable[..., None]) -> None:
     async def act(launched: Launched) -> None:
         assert launched.launcher.start("g", 0, "g-0.1")

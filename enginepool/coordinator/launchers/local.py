@@ -23,7 +23,7 @@ from enginepool.coordinator.core.events import WorkerExited
 from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
-from enginepool.coordinator.launchers.fork_servers import ForkServers, Usable
+from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable
 from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.coordinator.shell.adapter_store import STORE
@@ -304,7 +304,7 @@ class LocalLauncher:
             return ""
 
     def _remove_old_logs(self) -> None:
-        ended = [path for path in self._logs.glob("*.log") if path.stem not in self._workers]
+        ended = [path for path in self._logs.glob("*.log") if path.stem not in self._workers and path.name != LOG]
         for path in sorted(ended, key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
             path.unlink()
 
