@@ -276,7 +276,7 @@ def _kernel_cache(folder: Path) -> CheckResult:
     if why:
         return CheckResult("kernel cache", "note", f"{said}; engines run what lies there, and {why}")
     if not os.access(stands, os.W_OK) or not stands.is_dir():
-        return CheckResult("kernel cache", "note", f"{said}; {stands} cannot be written: engines end when they compile kernels")
+        return CheckResult("kernel cache", "note", f"{said}; {stands} cannot be written: engines may not start with it")
     return CheckResult("kernel cache", "good", said)
 
 

@@ -348,7 +348,7 @@ def test_doctor_says_how_large_the_kernel_caches_of_a_pool_are_and_who_can_write
     wide = f"engines run what lies there, and others can write to {tmp_path}/shared (mode 0777): chmod go-w it"
     for name in ("shared", "shared/new", "shared/of/new"):
         assert found(name)[0] == "note" and wide in found(name)[1], "others can make it, or put another one in its place"
-    assert f"{tmp_path}/file cannot be written: engines end when they compile kernels" in found("file/below")[1]
+    assert f"{tmp_path}/file cannot be written: engines may not start with it" in found("file/below")[1]
 
 
 def test_doctor_imports_what_it_calls_good(tmp_path: Path) -> None:
