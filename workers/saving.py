@@ -106,7 +106,8 @@ def _new_folder(path: str, roots: Sequence[str]) -> tuple[Path, Path]:
     tops = [os.path.realpath(root) for root in roots]
     target = Path(os.path.realpath(path))
     if not any(str(target).startswith(top.rstrip("/") + "/") for top in tops):
-        raise EngineError(f"{path}: not under save_roots ({', '.join(roots) or 'none'}) once links are resolved")
+        known = f"those of this worker since its start: {', '.join(roots) or 'none'}"
+        raise EngineError(f"{path}: not under save_roots ({known}) once links are resolved")
     try:
         if target.exists():
             raise EngineError(f"{path}: exists already; name a new folder")
