@@ -138,7 +138,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: the folder, on the hosts of the workers, in which kernels that were compiled are kept; it counts more than variables
     #: such as TRITON_CACHE_DIR, which SGLang itself sets where it is imported; empty: each library has a place
     kernel_cache: str = ""
-    #: directories, on the hosts of the workers, under which weights of their engines may be saved; empty: nowhere
+    #: directories, on the hosts of the workers, under which weights of their engines may be saved, and servers of Redis for
+    #: that, as redis://HOST:PORT/; empty: nowhere
     save_roots: list[str] = []
     #: further settings for the engine, by its own names
     options: dict[str, Any] = {}

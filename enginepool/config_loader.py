@@ -19,6 +19,7 @@ from enginepool.errors import ConfigError
 from enginepool.host.model_folder import holds_model
 from enginepool.net.address import wrong_address
 from enginepool.net.media_urls import refuse_prefix
+from enginepool.protocol.redis_url import is_redis, redis_root
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -158,10 +159,10 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
         allowed = f"a worker with options.{sizes} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
         right = len(names) == each and all(names) and len(set(names)) == each
         need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
-    for key in ("checkpoint_roots", "save_roots"):
+    for key, others in (("checkpoint_roots", ""), ("save_roots", ", or redis://HOST:PORT/")):
         for index, root in enumerate(getattr(group, key)):
-            absolute = root.startswith(("/", "~"))
-            need(absolute, f"{at}.{key}[{index}]", root, "an absolute path of a directory, or one that begins with ~")
+            right = root.startswith(("/", "~")) or bool(others and redis_root(root))
+            need(right, f"{at}.{key}[{index}]", root, f"an absolute path of a directory, or one that begins with ~{others}")
     for index, root in enumerate(group.adapter_roots):
         absolute = root.startswith(("/", "~")) and "generate" in group.operations
         allowed = "an absolute path of a directory, or one that begins with ~; only with operations = ['generate']"
@@ -242,12 +243,13 @@ def resolve_roots(config: PoolConfig) -> PoolConfig:
     groups: dict[str, GroupConfig] = {}
     for name, group in config.groups.items():
         model = os.path.expanduser(group.model)
+        folders = [root for root in group.save_roots if not is_redis(root)]
         given = group.checkpoint_roots or ([model] if os.path.isdir(model) else [])
         groups[name] = msgspec.structs.replace(
             group,
             checkpoint_roots=_resolved(given),
             adapter_roots=_resolved(group.adapter_roots),
-            save_roots=_resolved(group.save_roots),
+            save_roots=[*_resolved(folders), *(root for root in group.save_roots if is_redis(root))],
         )
     return msgspec.structs.replace(config, groups=groups)
 

@@ -126,9 +126,10 @@ class EngineWeights(Protocol):
         """
         ...
 
-    async def save(self, folder: str) -> str:
-        """Write the weights into files of `folder`, which is empty, while the engine serves. An engine with the returned
-        `load_format` that starts from it has them. Raises EngineError: it cannot, or other weights were loaded meanwhile."""
+    async def save(self, target: str) -> str:
+        """Write the weights while the engine serves: into files of an empty folder, or into keys of Redis, whose name there is
+        new. An engine with the returned `load_format` that starts from it has them. Raises EngineError: it cannot, or other
+        weights were loaded meanwhile."""
         ...
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:

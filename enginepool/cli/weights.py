@@ -165,10 +165,12 @@ def publish(
     typer.echo(_committed(record))
 
 
-def _check_new_folder(path: str) -> str:
-    """A path on a worker's host. Raises BadParameter."""
-    if not path.startswith("/") or ".." in path.split("/"):
-        raise typer.BadParameter(f"{path!r}: write an absolute path without '..', on the worker's host")
+def _check_new_place(path: str) -> str:
+    """A path on a worker's host, or in Redis. Raises BadParameter."""
+    from enginepool.protocol.redis_url import FORM, is_redis, parse_redis
+
+    if parse_redis(path) is None if is_redis(path) else not path.startswith("/") or ".." in path.split("/"):
+        raise typer.BadParameter(f"{path!r}: write an absolute path without '..', on the worker's host, or {FORM}")
     return path
 
 
@@ -176,7 +178,10 @@ def _check_new_folder(path: str) -> str:
 def save(
     path: Annotated[
         str,
-        typer.Argument(callback=_check_new_folder, help="A new folder on the worker's host, under save_roots of the group."),
+        typer.Argument(
+            callback=_check_new_place,
+            help="A new folder on the worker's host, or redis://HOST:PORT/NAME, under save_roots of the group.",
+        ),
     ],
     connect: Address = DEFAULT_ADDRESS,
     group: Group = "",
@@ -184,12 +189,13 @@ def save(
 ) -> None:
     """Save the weights that a group serves.
 
-    One worker writes them while it serves, as load_format sharded_state of SGLang reads them: engines start on that folder.
-    Needs the role admin.
+    One worker writes them while it serves, as load_format sharded_state of SGLang reads them, or from Redis load_format remote:
+    engines start on that folder or that URL. Needs the role admin.
 
     \b
     Examples:
       enginepool weights save /data/saved/step-400 --group policy
+      enginepool weights save redis://models.example.com:6379/step-400 --group policy
     """
     saved = ask_pool(connect, lambda pool: pool.save_weights(path, group, worker=worker))
     typer.echo(f"{saved.name}: {saved.message}")

@@ -183,22 +183,23 @@ class ControlCalls:
         self, path: str | PathLike[str], group: str = "", *, worker: str = "",
         timeout: float | None = 1800.0,  # noqa: ASYNC109
     ) -> WorkerOutcome:  # fmt: skip
-        """Have a worker write the weights of its engine into a new folder while it serves; needs the role `admin`.
+        """Have a worker write the weights of its engine into a new folder, or Redis, while it serves; needs the role `admin`.
 
         Any ready worker with the committed weights does, or the one that is named: all have the same. The folder appears under
         its name once it is whole: the weights as SGLang's `load_format="sharded_state"` reads them, the files of the model
         besides weights, and `enginepool.json`, which says the version. `GroupConfig(model=path, options={"load_format":
-        "sharded_state", ...})`, with the same `tp_size`, starts engines on it.
+        "sharded_state", ...})`, with the same `tp_size`, starts engines on it. `redis://HOST:PORT/NAME` is the same with keys
+        in place of files, as SGLang's `load_format="remote"` reads them, and `enginepool.json` is the last key.
 
         Args:
-            path: absolute, on the worker's host, under `save_roots` of the group; nothing is there yet.
+            path: absolute, on the worker's host, or such an URL, under `save_roots` of the group; nothing is there yet.
 
-        Returns the name of the worker, and in its `message` the version, the number of files and their bytes.
+        Returns the name of the worker, and in its `message` the version and how much was written.
 
         Raises:
             BadRequest: the path is not under `save_roots`, or the group has no such worker.
-            EngineFailed: the engine cannot, the folder exists or cannot be written, or other weights were loaded meanwhile; the
-                message says which.
+            EngineFailed: the engine cannot, the path exists or cannot be written, Redis does not answer, or other weights were
+                loaded meanwhile; the message says which.
             Publishing: the group takes new weights.
             PoolDown: no worker is ready.
             Forbidden: this client's role is not enough.

@@ -24,7 +24,7 @@ class Control(Message, tag="control"):
     abort: end all requests of the group, of all clients; or those of `client` alone, in all groups or in `group`; or the one
     with the id `request`; no worker is asked. start_profile: engines write what they compute into files under `profile_root` of
     the group, for `steps` forwards (0: without a limit), and at most `seconds`. stop_profile: end that. save: one worker writes
-    the weights of its engine into a new folder `path`, under `save_roots` of the group.
+    the weights of its engine into `path`, a new folder or redis://HOST:PORT/NAME, under `save_roots` of the group.
     """
 
     id: int

@@ -205,7 +205,7 @@ def test_a_command_that_comes_again_saves_once_and_another_folder_waits_for_none
             # The second one is of the next coordinator, whose client asked again.
             both = [asyncio.ensure_future(worker.save(tmp_path / "a", number)) for number in (1, 2)]
             await begun.wait()
-            with pytest.raises(EngineError, match=r"weights are being saved in .*; one folder at a time"):
+            with pytest.raises(EngineError, match=r"weights are being saved in .*; one at a time"):
                 await worker.save(tmp_path / "b", 3)
             go_on.set()
             first, second = await asyncio.gather(*both)

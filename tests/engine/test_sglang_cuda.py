@@ -228,7 +228,7 @@ def test_an_engine_that_starts_on_saved_weights_generates_the_same(
     generating: HostedEngine, models: Models, tmp_path: Path
 ) -> None:
     """The same kernels compute both: they differ by less than two values of bfloat16 do."""
-    check_saved(generating, models.causal, tmp_path, BFLOAT16 / 10, **GENERATES)
+    check_saved(generating, models.causal, str(tmp_path), BFLOAT16 / 10, **GENERATES)
 
 
 @pytest.mark.parametrize("lender", ["cuda:0", ""])

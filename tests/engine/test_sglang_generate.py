@@ -22,6 +22,7 @@ from tests.engine.reference import Models, Reference
 from tests.engine.test_sglang_lent import Lending
 from tests.engine.test_sglang_scores import declared, full_batch
 from tests.engine.test_sglang_weights import Given, Subject
+from tests.process.redis_server import redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 VOCAB = 512
@@ -611,19 +612,20 @@ def check_profile(engine: HostedEngine, directory: Path, categories: set[str]) -
     assert len(traces(directory / "after")) == 1
 
 
-def check_saved(engine: HostedEngine, model: Path, directory: Path, atol: float, **settings: Any) -> None:
-    """An engine of these settings that starts on the weights that `engine` saves generates the same."""
+def check_saved(engine: HostedEngine, model: Path, root: str, atol: float, **settings: Any) -> None:
+    """An engine of these settings that starts on the weights that `engine` saves under `root` generates the same."""
 
     def generated(by: HostedEngine) -> list[Continued]:
         """One after the other, and each computed as a whole."""
         by.call("do", "flush")
         return [one(by, task(prompt, logprobs=True, ignore_eos=True)) for prompt in PROMPTS]
 
-    saved = directory / "saved"
-    saving = WeightSaving(Hosted(engine), [str(directory)], "g", str(model))  # type: ignore[arg-type]
-    assert asyncio.run(saving.run(Command((1, 1), "save", path=str(saved)))).startswith("version 0: 5 files, ")
-    settings["options"] = {**settings["options"], "load_format": "sharded_state"}
-    fresh = HostedEngine(str(saved), operations=("generate",), **settings)
+    saved = f"{root}/saved"
+    saving = WeightSaving(Hosted(engine), [root], "g", str(model))  # type: ignore[arg-type]
+    said, load_format = ("23 keys", "remote") if root.startswith("redis") else ("5 files, ", "sharded_state")
+    assert asyncio.run(saving.run(Command((1, 1), "save", path=saved))).startswith(f"version 0: {said}")
+    settings["options"] = {**settings["options"], "load_format": load_format}
+    fresh = HostedEngine(saved, operations=("generate",), **settings)
     try:
         fresh.wait_until_started()
         for first, again in zip(generated(engine), generated(fresh), strict=True):
@@ -645,7 +647,16 @@ def test_a_profile_has_the_operators_that_ran_meanwhile(generating: HostedEngine
 def test_an_engine_that_starts_on_saved_weights_generates_the_same(
     generating: HostedEngine, models: Models, tmp_path: Path
 ) -> None:
-    check_saved(generating, models.causal, tmp_path, atol=0.0, options={"context_length": CONTEXT})
+    check_saved(generating, models.causal, str(tmp_path), atol=0.0, options={"context_length": CONTEXT})
+
+
+@pytest.mark.every_version
+def test_an_engine_that_starts_on_weights_saved_in_redis_generates_the_same(generating: HostedEngine, models: Models) -> None:
+    with redis_server() as redis:
+        redis.client.set("saved0/files/config.json", "of a model whose name begins so")
+        check_saved(generating, models.causal, redis.root.rstrip("/"), atol=0.0, options={"context_length": CONTEXT})
+        with pytest.raises(EngineDied, match=f"{redis.root}no: there is no model: no key no/files/config.json"):
+            HostedEngine(f"{redis.root}no", operations=("generate",)).wait_until_started()
 
 
 class Hosted:
@@ -655,5 +666,5 @@ class Hosted:
         self._engine = engine
         self.version, self.digest, self.weights = 0, "", self
 
-    async def save(self, folder: str) -> str:
-        return self._engine.call("do", "save", folder)
+    async def save(self, target: str) -> str:
+        return self._engine.call("do", "save", target)

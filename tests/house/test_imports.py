@@ -101,6 +101,7 @@ ONLY = {
         "enginepool/http/clients.py",
     },
     "httpx": {"enginepool/http/clients.py", "enginepool/http/transport.py"},
+    "redis": {"workers/redis_model.py"},
     "transformers": {"enginepool/integrations/trl.py", "workers/sglang/host/process.py"},
     "skyrl": {"enginepool/integrations/skyrl.py"},
 }

@@ -132,6 +132,7 @@ def test_the_base_install_has_no_torch_and_the_extra_brings_sglang(installed: Pa
     asked = [line.split(";")[0].strip() for line in required if 'extra == "openai"' in line]
     assert asked == ["enginepool[sglang]", "jsonschema>=4", "openai>=2"]
     assert [line.split(";")[0].strip() for line in required if 'extra == "trl"' in line] == ["trl<2,>=1.16"]
+    assert [line.split(";")[0].strip() for line in required if 'extra == "redis"' in line] == ["redis<9,>=8"]
 
 
 def test_a_wheel_built_from_the_sdist_holds_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join, MemoryRegion
+from enginepool.protocol.redis_url import RedisUrl, parse_redis
 from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart, PauseMode
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
+from enginepool.workers.redis_model import VALUE_S, connected, redis_errors
 from enginepool.workers.sim.faults import faults_on_take
 from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.weights.checkpoint import DTYPES, CheckpointError, checkpoint_space
@@ -138,14 +140,18 @@ class SimWeights:
             raise EngineError(str(error)) from None
         return memory.tensors[0].numpy().copy()
 
-    async def save(self, folder: str) -> str:
-        """Take `take_s`, and write a checkpoint. Raises EngineError: others were loaded meanwhile."""
+    async def save(self, target: str) -> str:
+        """Take `take_s`, and write a checkpoint, or the bytes of each tensor into a key. Raises EngineError: others were loaded
+        meanwhile."""
         self._must_live()
         taken, tensors, space = self._taken, self._tensors, self._space
         await asyncio.sleep(self._options.take_s)
         if self._taken != taken:
             raise EngineError("not saved: other weights were loaded meanwhile; save again")
-        _write(Path(folder) / "model.safetensors", tensors, space)
+        if (at := parse_redis(target)) is not None:
+            with redis_errors(target):
+                return await asyncio.to_thread(_write_keys, at, tensors, space)
+        _write(Path(target) / "model.safetensors", tensors, space)
         return "safetensors"
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
@@ -175,6 +181,14 @@ def _write(file: Path, tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]
         header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     file.write_bytes(b"".join((len(text).to_bytes(8, "little"), text, *parts)))
+
+
+def _write_keys(at: RedisUrl, tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> str:
+    """The bytes of each tensor, by the keys that an engine writes."""
+    with connected(at, VALUE_S) as client:
+        for tensor, offset in zip(tensors, layout(tensors).offsets, strict=True):
+            client.set(f"{at.name}/keys/rank_0/{tensor.name}", space[offset : offset + tensor.nbytes].tobytes())
+    return "remote"
 
 
 def _join(request: Join) -> Any:

@@ -9,6 +9,7 @@ from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
 from enginepool.protocol.messages.weights import DESCRIPTOR, MAX_MS, SEAL_BYTES, MemoryRegion, Publish
+from enginepool.protocol.redis_url import FORM, below_redis, is_redis, parse_redis
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
@@ -85,16 +86,21 @@ def check_regions(regions: Sequence[MemoryRegion], pid: int | None) -> None:
 
 
 def outside(path: str, roots: Sequence[str], setting: str = "checkpoint_roots") -> str:
-    """Why the directory `path` may not be opened, as far as its text tells; or "". Workers resolve links. `roots`: the value of
-    `setting` of the group."""
-    if not path.startswith("/"):
+    """Why `path`, a directory or for `save_roots` a model in Redis, may not be opened, as far as its text tells; or "". Workers
+    resolve links. `roots`: the value of `setting` of the group."""
+    saves = setting == "save_roots"
+    if saves and is_redis(path):
+        if parse_redis(path) is None:
+            return f"path: {path!r}: must be {FORM}"
+    elif not path.startswith("/"):
         # Our clients make a directory that they can see absolute, but what is saved does not exist yet.
-        seen = "" if setting == "save_roots" else ", or a directory that exists on the client's host"
+        seen = f", or {FORM}" if saves else ", or a directory that exists on the client's host"
         return f"path: {path!r}: must be absolute{seen}"
-    if "\0" in path or ".." in path.split("/"):
+    elif "\0" in path or ".." in path.split("/"):
         return f"path: {path!r}: must not contain '..' or a null character"
     if not roots:
         return f"path: {path!r}: must lie under one of the group's {setting}, and its configuration has none"
-    if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
+    inside = any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
+    if not (below_redis(path, roots) if is_redis(path) else inside):
         return f"path: {path!r}: must lie under one of the group's {setting}: {', '.join(roots)}"
     return ""

@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 
 from enginepool.host.model_folder import holds_model
+from enginepool.protocol.redis_url import parse_redis
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.redis_model import refuse_incomplete
 from enginepool.workers.saving import form_of
 from enginepool.workers.sglang.generate.settings import generation_kwargs
-from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_other, run_scheduler
+from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_connectors, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
@@ -57,6 +59,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     Raises:
         SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
             truncated, weights that were saved need another `load_format`, no such device, or a setting is refused.
+        EngineError: a model in Redis is not complete; and what its client raises.
     """
     model = os.path.expanduser(settings.model)
     folder = Path(model)
@@ -67,6 +70,9 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     # SGLang would look for tensors by the names of a checkpoint, and end with the first that it does not find.
     if (needed := form_of(folder)) and (form := settings.options.get("load_format", "auto")) != needed:
         raise SettingsError(f"engine option load_format={form!r} is refused: this folder was saved by a pool, as {needed!r}")
+    remote = parse_redis(model)
+    if remote is not None:
+        refuse_incomplete(remote)
     if folder.is_dir() and settings.options.get("load_format", "auto") in ("auto", "safetensors"):
         try:
             refuse_damaged(folder)
@@ -79,7 +85,9 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         version: str = importlib.import_module(modules.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
-    settings = msgspec.structs.replace(settings, model=model, device=device)
+    # SGLang takes no name with a colon, and by default it is the model's.
+    options = settings.options if remote is None else {"served_model_name": remote.name} | settings.options
+    settings = msgspec.structs.replace(settings, model=model, device=device, options=options)
     refuse_impossible(settings)
     config = folder / "config.json"
     if config.is_file():
@@ -95,6 +103,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
+    change_connectors()
     rows = settings if settings.mixed else None
     engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows)
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor

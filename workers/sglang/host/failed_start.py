@@ -15,7 +15,7 @@ def failed_start(model: str, error: Exception, logged: str) -> EngineDied:
     # What such a process logged explains more than that the process is gone; our own refusals need no more.
     ours = isinstance(error, SettingsError | EngineError)
     reason = one_line(error) if ours else logged or one_line(error)
-    remote = isinstance(error, OSError) and not Path(model).exists()
+    remote = isinstance(error, OSError) and "://" not in model and not Path(model).exists()
     name = f"{model} (no folder here, so looked for on the model hub)" if remote else model
     permanent = isinstance(error, SettingsError) or _unknown_model(error)
     return (EngineUnusable if permanent else EngineDied)(f"{name}: {reason}")

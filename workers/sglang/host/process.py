@@ -21,6 +21,7 @@ from enginepool.workers.sglang.generate.mixed import room_in
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
+from enginepool.workers.sglang.patches.connectors import leave_signals_alone, wait_for_redis_no_longer
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
@@ -172,6 +173,12 @@ def note_own_load(loader: Any) -> None:
     loader._get_all_weights = get_all_weights
 
 
+def change_connectors() -> None:
+    """In each process that may read a model in Redis, or write one."""
+    leave_signals_alone(importlib.import_module(modules.CONNECTORS), os.environ.get(NOTES_VARIABLE))
+    wait_for_redis_no_longer(_class(modules.REDIS, "RedisConnector"))
+
+
 def run_scheduler(
     run: Callable[..., Any], attention: str, rows: EngineSettings | None, settings: Any, ports: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -183,6 +190,7 @@ def run_scheduler(
     keep_notes("scheduler")
     share_no_progress_bars()
     start_biases_at_zero()
+    change_connectors()
     if os.environ.get(BRIDGE_VARIABLE) and (settings.enable_lora or settings.lora_paths):
         pinned_memory.install()
     scheduler, pooler = _class(modules.SCHEDULER, "Scheduler"), _class(modules.POOLER, "CrossEncodingPooler")
@@ -231,6 +239,7 @@ def _class(module: str, name: str) -> Any:
 def run_detokenizer(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Entry of the detokenizer process: `run` is SGLang's own."""
     keep_notes("detokenizer")
+    change_connectors()
     _collect_garbage()
     return run(*args, **kwargs)
 

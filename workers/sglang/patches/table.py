@@ -40,6 +40,7 @@ from enginepool.workers.sglang.patches.modules import (
 )
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
+from enginepool.workers.sglang.patches.saved_table import OF_SAVED
 
 # fmt: off
 PRIVATE: tuple[Private, ...] = (
@@ -177,10 +178,6 @@ PRIVATE: tuple[Private, ...] = (
     *_private(
         "weights/adapters.py", LAYERS,
         ("BaseLayerWithLoRA.base_layer lora_backend", "read", "new weights go into the model below its adapters"),
-    ),
-    *_private(
-        "weights/saved_state.py", LOADER,
-        ("ShardedStateLoader.save_model", "called", "the command save", "model, path, pattern, max_size"),
     ),
     *_private("weights/completeness.py", LAYERS_OF_STAGES, ("PPMissingLayer", "read", "a layer that another stage has")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
@@ -345,5 +342,6 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *OF_GENERATION,
     *OF_MIXED,
+    *OF_SAVED,
 )
 # fmt: on

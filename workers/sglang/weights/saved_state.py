@@ -1,4 +1,5 @@
-"""The weights of this process of an engine, written into files as SGLang's load_format `sharded_state` reads them.
+"""The weights of this process of an engine, written as SGLang reads them: into files for its load_format `sharded_state`, or
+into Redis for `remote`.
 
 SGLang's own command holds the engine meanwhile, for longer than a batch may take. Here a thread writes them while the engine
 serves, and the worker says whether others were loaded meanwhile. Runs in the engine's processes; no SGLang here.
@@ -8,6 +9,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from enginepool.protocol.redis_url import parse_redis
+from enginepool.workers.redis_model import redis_errors, refuse_large
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.weights.completeness import quantization
 from enginepool.workers.sglang.weights.ticket_answers import answer_later
@@ -30,15 +33,22 @@ def rearranged(model: Any) -> str:
 
 
 def save_later(model: Any, ticket: dict[str, Any]) -> None:
-    """Begin to write them into the folder `path`. Raises ValueError: they are not those that a start would read."""
+    """Begin to write them to `path`, a folder or an URL. Raises ValueError: they are not those that a start would read."""
     if why := rearranged(model):
         raise ValueError(f"not saved: {why}")
     # The tensors themselves, by the names that they have below LoRA layers, which are away for now only.
     state = dict(model.state_dict())
-    loader: Any = getattr(sys.modules[modules.LOADER], "ShardedStateLoader")  # noqa: B009 (found in the table by its name)
+    loader: Any = sys.modules[modules.LOADER]
+    kept = SimpleNamespace(state_dict=lambda: state)
 
     def save(asked: dict[str, Any]) -> dict[str, Any]:
-        loader.save_model(SimpleNamespace(state_dict=lambda: state), asked["path"], None, PART_BYTES)
+        path = asked["path"]
+        if (at := parse_redis(path)) is None:
+            loader.ShardedStateLoader.save_model(kept, path, None, PART_BYTES)
+            return {}
+        refuse_large(at, {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()})
+        with redis_errors(path):
+            loader.RemoteModelLoader.save_model(kept, "", path)  # the worker adds the files: there are none in ""
         return {}
 
     answer_later(ticket, save)

@@ -228,16 +228,16 @@ class SglangWeights:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
         return [ticket | {"do": "load", "regions": regions} for regions in self._of_each_rank(weights)]
 
-    async def save(self, folder: str) -> str:
-        """Write them into files of `folder` while the engine serves; returns the load_format that reads them. Raises
-        EngineError."""
+    async def save(self, target: str) -> str:
+        """Write them to `target` while the engine serves; returns the load_format that reads them. Raises EngineError."""
+        form = "remote" if "://" in target else "sharded_state"
         if self._processes.times > 1:
-            raise EngineError("not saved: this engine has replicas or stages, and load_format sharded_state has none")
-        loads, ticket = self._loads, {"do": "save", "path": folder}
+            raise EngineError(f"not saved: this engine has replicas or stages, and load_format {form} has none")
+        loads, ticket = self._loads, {"do": "save", "path": target}
         await self._ask_for_later([ticket] * self.ranks, SAVE_S, "the engine did not save its weights")
         if self._loads != loads:
             raise EngineError("not saved: other weights were loaded meanwhile; save again")
-        return "sharded_state"
+        return form
 
     async def confirm(self) -> None:
         """Return once the schedulers have carried out all that they were sent before. Raises EngineError, EngineDied."""
