@@ -255,7 +255,7 @@ PRIVATE: tuple[Private, ...] = (
         ("SchedulerProfilerManager.torch_profiler profile_in_progress dp_tp_cpu_group", "read", "a profile that failed"),
         ("SchedulerProfilerManager.unwritten", "added", "why it has no traces"),
     ),
-    *_private("patches/profiles.py", REQUESTS, ("ProfileReqOutput", "called", "why a profile has no traces")),
+    *_private("host/process.py", REQUESTS, ("ProfileReqOutput", "called", "why a profile has no traces")),
     *_private(
         "patches/scheduler.py", RECEIVER,
         ("SchedulerRequestReceiver.recv_requests", "called", "requests are received in a forward", "self", "self, local_reqs"),
