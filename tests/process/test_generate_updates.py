@@ -77,7 +77,7 @@ def test_fifty_updates_under_two_hundred_generations_change_the_tokens_from_thei
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
-            await pool.ready(PATIENCE_S)
+            await all_ready(pool, daemon)
             watched, versions = aiter(pool.stream(prompt(199), max_new_tokens=3900, temperature=0.0)), list[int]()
             async with Callers(pool, 199) as callers:
                 for version in range(51):
@@ -102,7 +102,7 @@ def test_weights_that_are_lent_or_broadcast_into_engines_change_the_tokens_from_
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
-            await pool.ready(PATIENCE_S)
+            await all_ready(pool, daemon)
             async with Callers(pool, 20) as callers:
                 version = 0
                 for mode in MODES.values():
