@@ -36,10 +36,10 @@ help: ## show this list
 demo: $(STAMPS)/house ## set up, then show the pool at work on the real engine on this machine's CPU
 	@$(BIN)/enginepool demo
 
-# Many tests wait, so five processes run them on two cores, next to pyright and the oldest engine: what is short ends first, and
-# the closing line of pytest is the last one.
+# Many tests wait, so five processes run them on two cores. Pyright, and then the oldest engine, run next to them: they end before
+# the tests do, and so the closing line of pytest is the last one.
 test: setup lint ## set up, then run everything that CI runs
-	@$(MAKE) --no-print-directory --jobs=3 types oldest pytest PROCESSES=5
+	@$(MAKE) --no-print-directory --jobs=2 pytest types oldest PROCESSES=5
 
 setup: $(STAMPS)/tools ## install the package, the engine and the tools into .venv
 	@:
