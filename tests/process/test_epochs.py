@@ -47,9 +47,11 @@ class Served:
 
     def lose(self) -> None:
         """SIGKILL to both of its processes, and the journal is gone."""
-        for process in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()):
+        children = psutil.Process(self.process.pid).children()
+        for process in (psutil.Process(self.process.pid), *children):
             process.kill()
         self.process.wait(PATIENCE_S)
+        psutil.wait_procs(children, PATIENCE_S)  # the one that runs the pool locks its state until it is gone
         (self.directory / "state" / "journal.json").unlink()
 
 

@@ -261,15 +261,15 @@ def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(
     coordinator: RolloutCoordinator, code: str, kind: type[Exception]
 ) -> None:
     coordinator.held, coordinator.fails = {12}, {13: code}
-    reached = asyncio.Event()
+    reached, rollouts = asyncio.Event(), list[Rollout]()
 
     async def prompts() -> AsyncIterator[list[int]]:
         yield [11]
         yield [12]
         yield [14]
         await reached.wait()
-        for _ in range(50):  # its group is finished, which takes some turns of the loop and waits for nothing
-            await asyncio.sleep(0)
+        while all(draft.index != 2 for draft in rollouts[0]._ready):  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.001)  # its group is to be finished
         yield [13]
 
     async def rewarded(row: Any, sample: Generation) -> float:
@@ -279,6 +279,7 @@ def test_what_concerns_all_prompts_ends_the_rollout_after_the_finished_groups(
 
     async def main(pool: Pool) -> None:
         rollout = pool.rollout(prompts(), 1, reward=rewarded, max_new_tokens=2)
+        rollouts.append(rollout)
         assert [group.index for group in await taken(rollout, 1)] == [0]
         canceled = await asyncio.to_thread(coordinator.wait_for, Cancel)
         assert canceled.id == coordinator.asked[1].id
