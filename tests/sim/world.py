@@ -13,7 +13,7 @@ from typing import Any
 #: lines that a failure shows
 RECENT = 60
 #: a state machine is checked as a whole on every so many of its events
-SPARSE = 8
+SPARSE = 16
 
 
 class World:
