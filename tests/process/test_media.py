@@ -22,7 +22,7 @@ from tests.process.commands import call, records
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
 from tests.process.processes import Processes
-from tests.process.test_generate import GENERATES, SAMPLING, STREAMS, VOCAB, generating, prompt, run, workers_of
+from tests.process.test_generate import GENERATES, SAMPLING, STREAMS, VOCAB, all_ready, generating, prompt, run, workers_of
 
 
 def with_media(ids: list[int], *images: bytes) -> list[int]:
@@ -72,7 +72,7 @@ def test_samples_with_a_large_image_that_go_on_at_once_end_no_worker(processes: 
 
     async def scene() -> None:
         async with Pool.connect(daemon.address) as pool:
-            await pool.ready(PATIENCE_S)
+            await all_ready(pool, daemon)
             stream, begun = pool.stream(prompt(0), images=image, n=8, **SAMPLING), set[int]()
             while len(begun) < 8:
                 chunk = await stream.next_chunk()
