@@ -9,9 +9,9 @@ from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 
 def _check_client(client: str) -> str:
-    """The id of a client, or its beginning. Raises BadParameter."""
-    if client and not re.fullmatch("[0-9a-f]{8,32}", client):
-        raise typer.BadParameter(f"{client!r}: write the first 8 or more of the 32 hex digits that `enginepool status` shows")
+    """The id of a client, its beginning, or the id that the status shows. Raises BadParameter."""
+    if client and not re.fullmatch("[0-9a-f]{8,32}(-[0-9]{1,15})?", client):
+        raise typer.BadParameter(f"{client!r}: write the id that `enginepool status` shows, of 8 or more hex digits")
     return client
 
 

@@ -122,8 +122,9 @@ class ControlCalls:
         that come later are served. Returns how many requests were ended.
 
         Args:
-            client: end those of this client alone: of all groups, if none is named. The first 8 or more hex digits of its id.
-                `status` lists busy clients, each with its oldest request; a program reads its own in `client_id`.
+            client: end those of this client alone: of all groups, if none is named. The first 8 or more hex digits of its id,
+                or what `status` shows, which lists busy clients, each with its oldest request; a program reads its own in
+                `client_id`.
             request: end that one of the client alone, by the id that the client gave it.
 
         Raises:

@@ -129,8 +129,8 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
 
 class ClientStatus(msgspec.Struct, omit_defaults=True):
     """One client in a status report: its requests without an answer, and their items. `id`: the first 8 hex digits of its own
-    id, or all 32 where another client's begins so, too. `oldest`: the id of the request that it asked for first, `oldest_s`
-    seconds ago.
+    id; where others begin so, too, also `-` and the number that the coordinator gave it. `oldest`: the id of the request that
+    it asked for first, `oldest_s` seconds ago.
     """
 
     id: str

@@ -86,8 +86,14 @@ def test_a_group_is_named_where_the_requests_of_other_groups_are_to_go_on() -> N
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"client": ME.hex()[:7]}, "client: expected the first 8 or more of the 32 hex digits of its id, got '636c696'"),
-        ({"client": "CLIENT00"}, "client: expected the first 8 or more of the 32 hex digits of its id, got 'CLIENT00'"),
+        (
+            {"client": ME.hex()[:7]},
+            "client: expected the first 8 or more of the 32 hex digits of its id, or its id in the status, got '636c696'",
+        ),
+        (
+            {"client": "CLIENT00"},
+            "client: expected the first 8 or more of the 32 hex digits of its id, or its id in the status, got 'CLIENT00'",
+        ),
         ({"client": ME.hex()[:8]}, "client: expected .*, got '636c6965', with which 2 ids begin"),
         ({"request": 5}, "request: goes with a client, whose id it is, got abort"),
     ],
@@ -108,7 +114,9 @@ def test_a_client_whose_id_begins_as_another_s_can_be_aborted_by_what_the_status
         for number in range(requests):
             pool.submit(link, number + 1, generate(3))
     shown = [one.id for one in status(pool).busiest]
-    assert shown == [ME.hex(), OTHER.hex(), (b"x" * 4).hex()]
+    assert shown == [f"{ME.hex()[:8]}-1", f"{OTHER.hex()[:8]}-2", (b"x" * 4).hex()], (
+        "no more of an id, with which one could say hello"
+    )
     assert [aborted(abort(pool, client=id_)) for id_ in shown] == [3, 2, 1]
 
 

@@ -180,7 +180,7 @@ def test_the_header_of_a_result_is_within_what_is_charged_for_it(rows: int, labe
 
 
 def client(name: bytes) -> Client:
-    return Client(name, b"t", 0, b"link", 0.0)
+    return Client(name, b"t", 0, b"link", 0.0, 1)
 
 
 def test_large_answers_of_one_client_do_not_displace_those_of_others() -> None:

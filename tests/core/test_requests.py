@@ -476,7 +476,7 @@ def test_answers_are_kept_within_bytes_and_seconds() -> None:
 
 
 def test_the_oldest_answers_go_for_what_the_newest_weigh() -> None:
-    client, frame = Client(b"c", b"t", 0, b"link", 0.0), b"." * 500
+    client, frame = Client(b"c", b"t", 0, b"link", 0.0, 1), b"." * 500
     answers = ReplyCache(60.0, 3 * OVERHEAD + 3 * len(frame))
 
     def add(id_: int, *frames: bytes) -> list[int]:

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 class Client:
     """A client object somewhere, over all its links."""
 
-    __slots__ = ("away", "heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "rows", "token")
+    __slots__ = ("away", "heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "number", "rows", "token")
 
-    def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
+    def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float, number: int) -> None:
         self.id = id
+        #: how many clients this coordinator had met with it
+        self.number = number
         self.token = token
         self.incarnation = incarnation
         #: the newest link; None once it is known to be gone

@@ -45,12 +45,13 @@ def report(core: Context, asked: StatusAsked) -> StatusReport:
 
 def _busiest(core: Context) -> list[ClientStatus]:
     """The clients with the most requests, which are in the order in which they were asked for."""
-    # Clients choose their ids: two that begin alike could not be told apart, nor one of them be aborted, by the beginning.
+    # Clients choose their ids, and two may begin alike. The rest of an id is not shown: a peer that knows it could say hello
+    # with it while the coordinator has forgotten the client.
     begins = Counter(id_[:4] for id_ in core.clients)
     clients = nlargest(_LISTED, core.clients.values(), key=lambda client: len(client.live))
     return [
         ClientStatus(
-            client.id.hex()[: 8 if begins[client.id[:4]] == 1 else None],
+            client.id.hex()[:8] + (f"-{client.number}" if begins[client.id[:4]] > 1 else ""),
             len(client.live),
             client.rows,
             first.id,

@@ -12,6 +12,7 @@ from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_holds import ALL
+from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
@@ -25,8 +26,8 @@ from enginepool.protocol.messages.control import Command, Commanded, Control, Co
 _LISTED = 8
 #: a worker may take so long to write its weights into files
 SAVE_S = 1800.0
-#: the beginning of a client's id, of which a status shows 8 digits
-_ID = re.compile("[0-9a-f]{8,32}")
+#: the beginning of a client's id, of which a status shows 8 digits, and the client's number
+_CLIENT = re.compile("([0-9a-f]{8,32})(?:-([0-9]{1,15}))?")
 
 
 def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.ControlAsked) -> None:
@@ -70,11 +71,11 @@ def control(core: Context, fan_out: FanOut, holding: GroupHolding, e: ev.Control
 def _abort_of_client(core: Context, holding: GroupHolding, e: ev.ControlAsked, group: Group | None) -> None:
     """End the requests of one client, or one of them, in `group` or in all."""
     asked = e.message
-    valid = _ID.fullmatch(asked.client) is not None
-    found = [client for client in core.clients.values() if valid and client.id.hex().startswith(asked.client)]
-    if not valid or len(found) > 1:
+    named = _CLIENT.fullmatch(asked.client)
+    found = [client for client in core.clients.values() if named is not None and _is_named(client, *named.groups())]
+    if named is None or len(found) > 1:
         got = f"{asked.client[:40]!r}{f', with which {len(found)} ids begin' if len(found) > 1 else ''}"
-        text = f"client: expected the first 8 or more of the 32 hex digits of its id, got {got}"
+        text = f"client: expected the first 8 or more of the 32 hex digits of its id, or its id in the status, got {got}"
         core.refuse(e.link, asked.id, "bad_request", text, field="client")
         return
     live = [request for client in found for request in client.live.values()]
@@ -85,6 +86,10 @@ def _abort_of_client(core: Context, holding: GroupHolding, e: ev.ControlAsked, g
     aborted = holding.abort(chosen, f"{what} aborted by an operator")
     name = "" if group is None else group.name
     core.effects.append(ToClient(e.link, ControlReport(asked.id, name, asked.command, aborted=aborted)))
+
+
+def _is_named(client: Client, begin: str, number: str | None) -> bool:
+    return client.id.hex().startswith(begin) and number in (None, str(client.number))
 
 
 def _hold(holding: GroupHolding, group: Group, asked: Control) -> int:

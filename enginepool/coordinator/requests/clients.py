@@ -5,6 +5,7 @@ the newest link.
 """
 
 import hmac
+import itertools
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
@@ -30,6 +31,7 @@ class ClientRegistry:
     def __init__(self, core: Context, requests: RequestLifecycle) -> None:
         self.core = core
         self.requests = requests
+        self._numbers = itertools.count(1)
         #: requests that were moved since the last `expire`
         self._moved = 0
         #: clients whose requests are to be moved after the next calls of `expire`; the client that has waited longest is first
@@ -62,7 +64,7 @@ class ClientRegistry:
                 self._refuse(e, "bad_request", f"epoch: {why}", "epoch")
             return
         if client is None:
-            client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
+            client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now, next(self._numbers))
         else:
             if e.incarnation < client.incarnation:
                 self._refuse(e, "superseded", "hello: a newer link of this client exists", "incarnation")
