@@ -7,6 +7,8 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
+from enginepool.host import os_error
+from enginepool.host.kernel_caches import make_cache
 from enginepool.workers.engine import Engine
 from enginepool.workers.events import Exit
 from enginepool.workers.log import name_source, never_fail, report, say
@@ -56,6 +58,17 @@ async def serve(spec: WorkerSpec) -> NoReturn:
     end_process(code)
 
 
+def _make_kernel_cache(spec: WorkerSpec) -> None:
+    """Where the folder cannot be made, the engine would end and name another one. Its disk may not be mounted yet, so the
+    worker is started again. The coordinator touches no such folder: a disk may hang."""
+    try:
+        if spec.kernel_cache:
+            make_cache(spec.kernel_cache)
+    except OSError as error:
+        say(f"cannot start: {os_error(error)}")
+        end_process(Exit.ENGINE_DIED)
+
+
 def main() -> NoReturn:
     """The process entry."""
     never_fail()
@@ -67,6 +80,7 @@ def main() -> NoReturn:
         if spec.lifeline_fd is not None:
             os.set_inheritable(spec.lifeline_fd, False)
         sys.setswitchinterval(SWITCH_S)
+        _make_kernel_cache(spec)
         uvloop.run(serve(spec))
     except SpecError as error:
         say(str(error))

@@ -37,6 +37,8 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     media_urls: prefixes of URLs from which media of prompts are fetched; empty: none is.
     profile_root: the folder under which profiles of its engine are written; empty: none is.
     save_roots: directories and servers of Redis under which the weights of its engine may be saved; empty: nowhere.
+    kernel_cache: the folder for compiled kernels, which variables of the environment name as well; empty: each library has its
+        own.
     keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
     external: no coordinator started this worker: it waits for one without a limit, and its owner ends it.
@@ -60,6 +62,7 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     media_urls: tuple[str, ...] = ()
     profile_root: str = ""
     save_roots: tuple[str, ...] = ()
+    kernel_cache: str = ""
     keys: str = ""
     lifeline_fd: int | None = None
     external: bool = False

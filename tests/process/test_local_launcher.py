@@ -243,17 +243,6 @@ def test_a_worker_whose_log_cannot_be_made_names_the_file_and_is_one_that_could_
     assert exited.reason == f"the worker process could not be started: {scene.directory}/logs: File exists"
 
 
-def test_a_worker_whose_kernel_cache_cannot_be_made_is_not_started_and_the_setting_is_named(scene: Scene) -> None:
-    (scene.directory / "file").write_text("")
-    group = scene.config.groups["g"] = msgspec.structs.replace(
-        scene.config.groups["g"], kernel_cache=f"{scene.directory}/file/below"
-    )
-    scene.run(lambda launcher: launcher.start("g", 0, "g-0.2.1"))
-    [exited] = scene.exited
-    said = f"kernel_cache = '{group.kernel_cache}': Not a directory"
-    assert exited.unstarted and exited.reason == f"the worker process could not be started: {said}"
-
-
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -552,3 +552,18 @@ def test_what_cannot_start_says_why_in_one_line(
     assert worker.ends() == Exit.UNUSABLE
     assert says in worker.said()
     assert worker.said().count("\n") == 1
+
+
+def test_a_worker_whose_kernel_cache_cannot_be_made_names_the_setting_and_is_started_again(
+    processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = f"{tmp_path}/file/below"
+    worker = Started(processes, json.dumps(spec("tcp://127.0.0.1:1", kernel_cache=cache)), tmp_path / "log")
+    assert worker.ends() == Exit.ENGINE_DIED
+    assert worker.said().endswith(f"cannot start: kernel_cache = '{cache}': Not a directory\n")
+    made = f"{tmp_path}/new/kernels"
+    worker = Started(
+        processes, json.dumps(spec("tcp://127.0.0.1:1", kernel_cache=made, options={"speed": 9})), tmp_path / "log"
+    )
+    assert worker.ends() == Exit.UNUSABLE and Path(made).is_dir()

@@ -31,7 +31,7 @@ from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, kill_session, read_record
 from enginepool.host.fork_server import ForkServer
-from enginepool.host.kernel_caches import cache_variables, make_cache
+from enginepool.host.kernel_caches import cache_variables
 
 COMMAND = (sys.executable, "-m", "enginepool.workers.main")
 #: logs of ended workers that are kept
@@ -40,7 +40,7 @@ KEPT_LOGS = 20
 _GROUP_FIELDS = (
     "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
     "forwards_in_flight", "reserve_staging", "checkpoint_roots", "adapter_roots", "media_root", "media_urls",
-    "profile_root", "save_roots",
+    "profile_root", "save_roots", "kernel_cache",
 )  # fmt: skip
 
 
@@ -143,8 +143,6 @@ class LocalLauncher:
         process: ChildProcess | None = None
         try:
             self._make_folders()
-            if cache := self._config.groups[group].kernel_cache:
-                make_cache(cache)
             with open(self._log(incarnation), "wb") as output:
                 environment = self._environment(group, index)
                 spec = self._spec(group, index, incarnation, weights, self._stager(group, index, environment))
