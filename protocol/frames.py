@@ -55,7 +55,8 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {key: _without_surrogates(entry) for key, entry in cast("dict[str, Any]", value).items()}
+        items = cast("dict[str, Any]", value).items()
+        return {_without_surrogates(key): _without_surrogates(entry) for key, entry in items}
     if isinstance(value, list | tuple):
         return [_without_surrogates(entry) for entry in cast("Sequence[Any]", value)]
     return value

@@ -117,8 +117,9 @@ class NewFolder:
 
     def complete(self, files: Iterable[tuple[str, bytes]], record: bytes) -> str:
         """As `NewModel.complete`. Raises OSError."""
-        for file, content in (*files, (RECORD, record)):
+        for file, content in files:
             (self._partial / file).write_bytes(content)
+        (self._partial / RECORD).write_bytes(record)
         sizes = [file.stat().st_size for file in self._partial.iterdir()]
         self._partial.rename(self._target)
         return f"{len(sizes)} files, {sum(sizes)} bytes"

@@ -169,7 +169,8 @@ def _check_new_place(path: str) -> str:
     """A path on a worker's host, or in Redis. Raises BadParameter."""
     from enginepool.protocol.redis_url import FORM, is_redis, parse_redis
 
-    if parse_redis(path) is None if is_redis(path) else not path.startswith("/") or ".." in path.split("/"):
+    right = parse_redis(path) is not None if is_redis(path) else path.startswith("/") and ".." not in path.split("/")
+    if not right:
         raise typer.BadParameter(f"{path!r}: write an absolute path without '..', on the worker's host, or {FORM}")
     return path
 

@@ -193,7 +193,7 @@ class ControlCalls:
         in place of files, as SGLang's `load_format="remote"` reads them, and `enginepool.json` is the last key.
 
         Args:
-            path: absolute, on the worker's host, or such an URL, under `save_roots` of the group; nothing is there yet.
+            path: absolute, on the worker's host, or such a URL, under `save_roots` of the group; nothing is there yet.
 
         Returns the name of the worker, and in its `message` the version and how much was written.
 
@@ -206,9 +206,8 @@ class ControlCalls:
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds. The worker goes on.
         """
-        asked = Control(
-            0, "save", check_group(group), check_worker(worker), path=check_path(path, "a new folder on the worker's host")
-        )
+        place = check_path(path, "a new folder on the worker's host, or a URL of Redis")
+        asked = Control(0, "save", check_group(group), check_worker(worker), path=place)
         rows = (await self._command(asked, timeout)).workers
         row = rows[0] if rows else WorkerOutcome(worker, "pool_down", "retired")
         if row.code:

@@ -21,9 +21,11 @@ from enginepool.protocol.messages import (
     FrameSpec,
     FromClient,
     FromWorker,
+    Generate,
     GenerationProgress,
     PartDone,
     Ping,
+    Sampling,
     Step,
 )
 from enginepool.protocol.messages.adapters import AdapterChanged
@@ -130,4 +132,5 @@ def test_a_text_that_has_half_a_surrogate_pair_can_be_sent() -> None:
     )
     step = Step(1, 0, 0, 0, "error", "no schema: \udfff")
     assert b"no schema: \\udfff" in encode_header(GenerationProgress(7, 1, [step], []))
+    assert b"\\ud801" in encode_header(Generate(1, [], sampling=Sampling(logit_bias={"\ud801": 1.0}))), "also as a key"
     assert len(encode_header(AdapterChanged((7, 1), message="\udfff" * MAX_HEADER_BYTES))) < MAX_HEADER_BYTES

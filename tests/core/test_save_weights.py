@@ -100,7 +100,7 @@ def test_a_path_that_is_none_is_told_what_one_is_and_one_that_is_too_long_here_g
             return ControlReport(1, "g", "save", [WorkerOutcome("g-0", "", question.path)])
 
     for path in ("", 3):
-        with pytest.raises(BadRequest, match=r"^path: .*; a new folder on the worker's host$"):
+        with pytest.raises(BadRequest, match=r"^path: .*; a new folder on the worker's host, or a URL of Redis$"):
             asyncio.run(Asked().save_weights(path))  # pyright: ignore[reportArgumentType]
     long = f"{ROOT}/{'x' * 300}"
     assert asyncio.run(Asked().save_weights(long)).message == long

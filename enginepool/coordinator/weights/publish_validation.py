@@ -92,15 +92,17 @@ def outside(path: str, roots: Sequence[str], setting: str = "checkpoint_roots") 
     if saves and is_redis(path):
         if parse_redis(path) is None:
             return f"path: {path!r}: must be {FORM}"
-    elif not path.startswith("/"):
-        # Our clients make a directory that they can see absolute, but what is saved does not exist yet.
-        seen = f", or {FORM}" if saves else ", or a directory that exists on the client's host"
-        return f"path: {path!r}: must be absolute{seen}"
-    elif "\0" in path or ".." in path.split("/"):
-        return f"path: {path!r}: must not contain '..' or a null character"
+        inside = below_redis(path, roots) is not None
+    else:
+        if not path.startswith("/"):
+            # Our clients make a directory that they can see absolute, but what is saved does not exist yet.
+            seen = f", or {FORM}" if saves else ", or a directory that exists on the client's host"
+            return f"path: {path!r}: must be absolute{seen}"
+        if "\0" in path or ".." in path.split("/"):
+            return f"path: {path!r}: must not contain '..' or a null character"
+        inside = any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
     if not roots:
         return f"path: {path!r}: must lie under one of the group's {setting}, and its configuration has none"
-    inside = any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
-    if not (below_redis(path, roots) if is_redis(path) else inside):
+    if not inside:
         return f"path: {path!r}: must lie under one of the group's {setting}: {', '.join(roots)}"
     return ""

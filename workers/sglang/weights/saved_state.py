@@ -33,7 +33,7 @@ def rearranged(model: Any) -> str:
 
 
 def save_later(model: Any, ticket: dict[str, Any]) -> None:
-    """Begin to write them to `path`, a folder or an URL. Raises ValueError: they are not those that a start would read."""
+    """Begin to write them to `path`, a folder or a URL. Raises ValueError: they are not those that a start would read."""
     if why := rearranged(model):
         raise ValueError(f"not saved: {why}")
     # The tensors themselves, by the names that they have below LoRA layers, which are away for now only.

@@ -20,6 +20,7 @@ from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import Join
+from enginepool.protocol.redis_url import is_redis
 from enginepool.workers.engine import EngineDied, EngineError, NotComparable, OnlyAtStart, PauseMode
 from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, NewWeights
 from enginepool.workers.sglang.host.processes import Processes
@@ -230,7 +231,7 @@ class SglangWeights:
 
     async def save(self, target: str) -> str:
         """Write them to `target` while the engine serves; returns the load_format that reads them. Raises EngineError."""
-        form = "remote" if "://" in target else "sharded_state"
+        form = "remote" if is_redis(target) else "sharded_state"
         if self._processes.times > 1:
             raise EngineError(f"not saved: this engine has replicas or stages, and load_format {form} has none")
         loads, ticket = self._loads, {"do": "save", "path": target}
