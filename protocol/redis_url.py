@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 #: what such a URL looks like, for errors
-FORM = "redis://HOST:PORT/NAME, where NAME is of letters, digits, '_', '-', '.' and '/'"
+FORM = "redis://HOST:PORT/NAME, where NAME is of letters, digits, '_', '-', '.' and '/', and no part is keys or files"
 _URL = re.compile(r"redis://([a-zA-Z0-9._-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})(?:/(.*))?", re.ASCII)
 #: SGLang looks for keys with a pattern: nothing here may stand for something else.
 _PART = re.compile(r"[a-z0-9_][a-z0-9_.-]*", re.IGNORECASE | re.ASCII)
