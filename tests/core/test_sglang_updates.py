@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from enginepool.protocol.layout import layout
@@ -93,10 +94,30 @@ class Updater(PlainUpdater):
 pass_tickets_of_refused_updates(Updater, LOADER)
 
 
+class Request(msgspec.Struct):
+    """SGLang's, of an update."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str
+    flush_cache: bool
+    weight_version: str | None = None
+    selector: str = "all"
+
+
+class OlderRequest(msgspec.Struct):
+    """SGLang's before 0.5.21."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str
+    flush_cache: bool
+    weight_version: str | None = None
+    disable_draft_model: bool | None = None
+
+
 class Engine:
     """Ranks of an engine in this process, behind the tokenizer manager's calls for weights."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, request: type = Request) -> None:
         self.models = [Model() for _ in range(ranks)]
         self.idle = [True] * ranks
         self.schedulers = [Scheduler(lambda rank=rank: self.idle[rank]) for rank in range(ranks)]
@@ -105,7 +126,9 @@ class Engine:
         self.before: Callable[[], None] = lambda: None
         #: why SGLang takes no updates of this model, or ""
         self.refuses = ""
-        requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace)
+        #: the last one
+        self.request: Any = None
+        requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=request)
         self.weights = SglangWeights(self, requests, Processes(ranks), self._over, lambda: None)
 
     async def _over(self, work: Any) -> Any:
@@ -113,6 +136,7 @@ class Engine:
 
     async def update_weights_from_tensor_communicator(self, request: Any) -> list[Any]:
         await asyncio.sleep(0)
+        self.request = request
         self.before()
         for rank, payload in enumerate(request.serialized_named_tensors):
             [(text, tensor)] = pickle.loads(payload)
@@ -220,6 +244,15 @@ def test_updates_that_sglang_refuses_later_leave_the_old_weights(make: Callable[
     with pytest.raises(EngineError, match=engine.refuses):
         asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
     assert same(before, state(engine.models[0])) and engine.schedulers[0].flushed == 0
+
+
+def test_a_ticket_is_for_the_model_that_checks_tokens_and_not_for_one_that_drafts_them(make: Callable[[int], Engine]) -> None:
+    engine = make(1)
+    assert engine.request.selector == "target"
+    older = Engine(request=OlderRequest)
+    older.models = engine.models
+    asyncio.run(older.weights.describe())
+    assert older.request.disable_draft_model is True
 
 
 def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable[[int], Engine], tmp_path: Path) -> None:

@@ -182,6 +182,11 @@ PRIVATE: tuple[Private, ...] = (
     *_private("weights/completeness.py", LAYERS_OF_STAGES, ("PPMissingLayer", "read", "a layer that another stage has")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(
+        "weights/updates.py", REQUESTS,
+        ("UpdateWeightsFromTensorReqInput.disable_draft_model selector", "read", "a ticket is not for a model that drafts"),
+        optional=True,
+    ),
+    *_private(
         "weights/updates.py", TOKENIZER,
         ("TokenizerManager.update_weights_from_tensor", "called", "takes weights", "self, obj, request"),
         (
@@ -204,10 +209,7 @@ PRIVATE: tuple[Private, ...] = (
         ("SchedulerWeightUpdaterManager._session", "replaced", "the session of a ticket"),
         optional=True, versions="0.5.21 to 0.5.23",
     ),
-    *_private(
-        "patches/scheduler.py", REQUESTS,
-        ("UpdateWeightsFromTensorReqInput.load_format", "read", "whether a request is a ticket"),
-    ),
+    *_private("patches/scheduler.py", REQUESTS, ("UpdateWeightsFromTensorReqInput.load_format", "read", "is it a ticket?")),
     *_private(
         "patches/scheduler.py", MODEL_UPDATER,
         (

@@ -295,6 +295,7 @@ class SglangWeights:
             serialized_named_tensors=payloads,
             load_format=LOADER,
             flush_cache=False,
+            **for_the_model_alone(self._requests.UpdateWeightsFromTensorReqInput),
             weight_version=None if version is None else str(version),
         )
         if version is None:
@@ -323,6 +324,11 @@ class SglangWeights:
                 return await self._unless_over(work)
         except TimeoutError:
             raise EngineDied(f"the engine hangs: no answer about its weights within {seconds:g} s") from None
+
+
+def for_the_model_alone(request: Any) -> dict[str, Any]:
+    """The field with which a request of this class, of an update, leaves out a model that only drafts tokens."""
+    return {"selector": "target"} if "selector" in request.__struct_fields__ else {"disable_draft_model": True}
 
 
 class _NoTensor:
