@@ -175,14 +175,14 @@ async def measure(who: str, options: dict[str, Any], chosen: argparse.Namespace,
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """The rows in the order of what they say, with the ratio of their values to those of the pool as it is."""
+    """The rows in the order of what they say, with the ratio to those of the pool as it is, if it was measured."""
     base = {row.what: row.value for row in rows if row.who == DEFAULT}
-    ordered = sorted(rows, key=lambda row: [*base].index(row.what))
+    order = list(dict.fromkeys(row.what for row in rows))
     return [
         Row(row.what, row.who, row.value, row.unit, row.value / base[row.what], row.spread, row.samples)
-        if row.spread and row.who != DEFAULT
+        if row.spread and row.who != DEFAULT and row.what in base
         else row
-        for row in ordered
+        for row in sorted(rows, key=lambda row: order.index(row.what))
     ]
 
 

@@ -27,3 +27,4 @@ def test_a_ratio_is_that_to_the_pool_as_it_is_and_counts_have_none() -> None:
     assert [(row.what, row.value, row.ratio) for row in compared(rows)] == [
         ("a", 4.0, None), ("a", 3.0, 0.75), ("b", 0, None), ("b", 1, None),
     ]  # fmt: skip
+    assert [row.ratio for row in compared(rows[2:])] == [None, None], "where the pool as it is was left out"
