@@ -85,7 +85,7 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named set of workers of one model, identical but for those that are packed."""
+    """A named set of identical workers of one model."""
 
     #: a checkpoint directory, or a name that SGLang can load: of the model hub, NAME or OWNER/NAME; for engine "sim" any name
     model: str
@@ -95,9 +95,10 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operations: list[Literal["score", "embed", "logprobs", "generate"]] = []
     #: workers that this pool starts itself; 0: only external workers
     workers: int = 1
-    #: of them, the last so many score packed and nothing else: items that share a query in one sequence (multi-item scoring)
-    packed_workers: int = 0
-    #: on the others, a query of so many tokens or more that rows share is computed once, ahead of them, and kept in SGLang's
+    #: items that share a query are scored in one sequence (SGLang's multi-item scoring) where that takes less time; "auto": if
+    #: engine, model and device allow it; "on": workers that cannot do it do not start; "off": never
+    packing: Literal["auto", "on", "off"] = "auto"
+    #: without packing, a query of so many tokens or more that rows share is computed once, ahead of them, and kept in SGLang's
     #: radix cache; none: each row computes its query
     cached_query_tokens: int | None = None
     device: Device = "auto"

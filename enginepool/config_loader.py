@@ -131,12 +131,8 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
     need(bool(_NAME.fullmatch(name)), at, name, "a name has a-z 0-9 _ . - and at most 64 characters")
     need(bool(group.model), f"{at}.model", group.model, "must name a model")
     need(0 <= group.workers <= 4096, f"{at}.workers", group.workers, "0 to 4096")
-    need(
-        0 <= group.packed_workers <= group.workers,
-        f"{at}.packed_workers",
-        group.packed_workers,
-        f"0 to workers, which is {group.workers}",
-    )
+    caches = group.packing == "on" and group.cached_query_tokens is not None
+    need(not caches, f"{at}.packing", group.packing, "auto or off with cached_query_tokens, for which engines do not pack")
     _check_operations(at, group, need)
     _check_media(at, group, need)
     aged = group.ageing_s is None or 0 < group.ageing_s < 1e9
@@ -181,9 +177,9 @@ def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
     if "generate" not in asked:
         return
     need("embed" not in asked, f"{at}.operations", asked, "a model that embeds does not generate; give each a group of its own")
-    for key in ("packed_workers", "cached_query_tokens"):
-        value = getattr(group, key)
-        need(not value, f"{at}.{key}", value, "none where operations has 'generate': such rows need engines of their own")
+    why = "where operations has 'generate': such rows need engines of their own"
+    need(group.packing != "on", f"{at}.packing", group.packing, f"auto or off {why}")
+    need(not group.cached_query_tokens, f"{at}.cached_query_tokens", group.cached_query_tokens, f"none {why}")
     if len(asked) > 1:
         return
     for key in ("max_batch_tokens", "max_batch_rows"):

@@ -1,4 +1,4 @@
-"""How a packed worker joins rows into sequences: one rule, by which the coordinator counts and the worker builds.
+"""How rows are packed, that is, joined into sequences: one rule, by which the coordinator counts and the worker builds.
 
 A sequence is `query <d> item <d> item <d> … <d>`: the query once, a delimiter before the first item and after each. The rows of
 a batch are placed in order. A row joins the last sequence of the batch that has its query, while that has room in `context`;

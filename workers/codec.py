@@ -78,7 +78,7 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> RowBatch:
             "malformed", f"batch {batch.batch}: its parts are of {', '.join(sorted(operations))}: one operation each"
         )
     hidden = any(part.hidden for part in batch.parts)
-    return RowBatch(tuple(parts), batch.priority, hidden, batch.parts[0].operation)
+    return RowBatch(tuple(parts), batch.priority, hidden, batch.parts[0].operation, batch.packed)
 
 
 def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> RowPart:

@@ -105,12 +105,13 @@ class RowPart:
 @dataclass(frozen=True, slots=True)
 class RowBatch:
     """Parts of one operation that must run as exactly one forward pass. `priority`: larger runs first, in every engine.
-    `hidden`: pooled hidden states are answered as well."""
+    `hidden`: pooled hidden states are answered as well. `packed`: the rows are joined into sequences."""
 
     parts: tuple[RowPart, ...]
     priority: int = 0
     hidden: bool = False
     operation: str = "score"
+    packed: bool = False
 
 
 class TaskMedium(NamedTuple):

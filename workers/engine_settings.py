@@ -1,6 +1,6 @@
 """What an engine is started with: one struct, from the worker's configuration to the engine."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,7 +12,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
         dtype on a GPU, and float32 on a CPU.
     operations: what the engine is for: `generate`, rows, or both; (): the rows that its model answers.
-    packed: joins rows of one query into sequences, by SGLang's multi-item scoring, and takes nothing else.
+    packing: whether it can join rows of one query into sequences, by SGLang's multi-item scoring: "auto": if engine, model and
+        device allow it; "on": it does not start where they do not.
     cached_query_tokens: a query of so many tokens or more, which rows share, is computed once, ahead of them; none: never.
     options: further settings for the engine, by its own names; those with which a batch could be cut are refused at start.
     max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
@@ -24,13 +25,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     dtype: str = "auto"
     operations: tuple[str, ...] = ()
-    packed: bool = False
+    packing: Literal["auto", "on", "off"] = "auto"
     cached_query_tokens: int | None = None
     options: dict[str, Any] = {}
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None
     forwards_in_flight: int = 2
     nccl_port: int | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether it is an engine that packs, once that is decided."""
+        return self.packing == "on"
 
     @property
     def generates(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a packed worker takes, and what it weighs. Pure; the rule is the protocol's."""
+"""What can be packed, and what it weighs. Pure; the rule is the protocol's."""
 
 from collections.abc import Iterable
 
@@ -12,11 +12,13 @@ MAX_ITEM = 65_535
 
 def refuse_unpackable(part: RowPart, can: Capabilities) -> None:
     """Raise EngineError when the rows of `part` cannot be packed: the engine would die of them, or be wrong."""
+    if not can.packs:
+        raise EngineError("this engine does not pack")
     if part.asked.item_first or part.query_lengths is not None:
-        raise EngineError("a packed worker takes one query for all rows, before the items")
+        raise EngineError("packed rows have one query, before the items")
     lengths = part.item_lengths
     if not part.query.size or not lengths.size or not lengths.min():
-        raise EngineError("a packed worker takes neither an empty query nor an empty item")
+        raise EngineError("packed rows have neither an empty query nor an empty item")
     longest = int(lengths.max())
     if longest > can.max_item or part.query.size + longest + 2 > can.context:
         raise EngineError(

@@ -268,7 +268,8 @@ def no_packing(device: str) -> str:
     return "packed scoring needs FlashInfer's attention, which runs on CUDA" if device == "cpu" else no_engine(device)
 
 
-OURS, PACKED, CACHED = "enginepool", "enginepool, packed", "enginepool, cached queries"
+OURS, PACKED, PLAIN = "enginepool", "enginepool, packed", "enginepool, plain"
+CACHED = "enginepool, cached queries"
 SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
 WORKER_FLAGS = "SGLang server, the worker's flags"
 CONTESTANTS = (
@@ -277,7 +278,8 @@ CONTESTANTS = (
     Contestant("best", BEST, partial(start_server, partial(shared_flags, BEST_FLAGS), True), no_server),
     Contestant("bare", BARE, start_bare, no_engine),
     Contestant("pool", OURS, partial(start_pool, {}), no_engine),
-    Contestant("packed", PACKED, partial(start_pool, {"packed_workers": 1}), no_packing),
+    Contestant("packed", PACKED, partial(start_pool, {"packing": "on"}), no_packing),
+    Contestant("plain", PLAIN, partial(start_pool, {"packing": "off"}), no_engine),
     Contestant("cached", CACHED, partial(start_cached, {}), no_engine, frozenset({"long"})),
 )
 
@@ -289,6 +291,6 @@ def with_workers(who: str, workers: int) -> str:
 
 def wider(contestant: Contestant, workers: int) -> Contestant:
     """A pool like `contestant`, OURS or PACKED, with as many workers, one to a GPU."""
-    packed = {"packed_workers": workers} if contestant.who == PACKED else {}
+    packed = {"packing": "on"} if contestant.who == PACKED else {}
     start = partial(start_pool, {"workers": workers, **packed})
     return Contestant(f"{contestant.name}-{workers}", with_workers(contestant.who, workers), start, contestant.missing)

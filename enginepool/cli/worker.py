@@ -21,9 +21,6 @@ def worker(
         typer.Option(metavar="FILE", envvar="ENGINEPOOL_KEYS", help="A key of role worker, for TCP (`enginepool keys`)."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="How many to start.")] = 1,
-    packed_workers: Annotated[
-        int, typer.Option(min=0, max=4096, metavar="N", help="Of them, the last so many score packed.")
-    ] = 0,
     gpus: Annotated[
         list[str] | None,
         typer.Option(metavar="LIST", help="The GPUs of one worker, as 0,1; once for each worker.  [default: GPUs of its own]"),
@@ -55,7 +52,6 @@ def worker(
         address=connect,
         group=group,
         workers=workers,
-        packed_workers=packed_workers,
         gpus=gpus or [],
         model=model,
         directory="" if state_dir is None else str(state_dir),

@@ -58,8 +58,8 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
-    item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer. `operations`,
-    `embedding`, `dimensions`, `features`, `adapters`, `sequence_context`: as in `capabilities`.
+    item together, in tokens. `operations`, `embedding`,
+    `dimensions`, `features`, `adapters`, `sequence_context`: as in `capabilities`.
     """
 
     kind: Kind
@@ -69,7 +69,6 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     labels: int = 0
     hidden: int = 0
     text: bool = True
-    max_item: int = 0
     operations: tuple[str, ...] = ("score",)
     embedding: int = 0
     dimensions: list[int] = []

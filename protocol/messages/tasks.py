@@ -96,11 +96,13 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class Batch(Message, tag="batch"):
-    """Run these parts, which are all of one operation, as exactly one forward pass."""
+    """Run these parts, which are all of one operation, as exactly one forward pass. `packed`: their rows are joined into
+    sequences, as `packing.py` says."""
 
     batch: TaskId
     parts: list[Part]
     priority: int = 0
+    packed: bool = False
 
 
 class Tokenize(Message, tag="tokenize"):

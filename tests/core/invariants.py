@@ -16,6 +16,7 @@ from enginepool.coordinator.core.states import SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.requests.fitting import can_be_packed
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels, _untouched
 from enginepool.coordinator.scheduling.batches import _begin
@@ -31,12 +32,10 @@ from enginepool.coordinator.scheduling.cost_model import (
 from enginepool.coordinator.scheduling.lanes import AWAY
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import JOURNAL, PHASES, RESTART, Update
 from tests.core.generation_invariants import check_generation
 
 #: of workers that can serve a request
-_CLASSES = (PLAIN, PACKED, PLAIN | PACKED)
 
 
 def check_adapters(machine: Machine, group: Group) -> None:
@@ -45,8 +44,8 @@ def check_adapters(machine: Machine, group: Group) -> None:
     named = [(r.work.adapter, r) for r in group.live if isinstance(r.work, GenerateWork) and r.work.adapter]
     assert sorted((name, r.seq) for name, one in adapters.requests.items() for r in one) == sorted((n, r.seq) for n, r in named)
     assert all(adapters.requests.values()), "names without requests are kept"
-    if group.plain is not None:
-        assert group.plain.adapters == adapters.names, (group.plain.adapters, adapters.names)
+    if group.capabilities is not None:
+        assert group.capabilities.adapters == adapters.names, (group.capabilities.adapters, adapters.names)
     if change is not None and change.adapter is not None:
         known = adapters.committed.get(change.name)
         assert known is None or known.version < change.adapter.version, change
@@ -102,25 +101,19 @@ def check_group(group: Group) -> None:
         check_queue(queue)
     check_version_queue(group.version_queue)
     assert group.cut.keys() <= group.live.keys(), group.cut
-    for classes in (PLAIN, PACKED):
-        mine = {request for request in group.live if request.classes == classes != group.expected}
-        assert mine == group.only[classes].keys(), (group.name, classes, len(mine), len(group.only[classes]))
     arrivals = [request.seq for request in group.live]
     assert arrivals == sorted(arrivals), group.name
     assert group.version == group.weights.version, group.name
-    assert bool(group.weights_lost) == bool(group.weights_lost_classes), (group.weights_lost, group.weights_lost_classes)
     if group.weights_lost:
-        assert not any(worker.able for worker in group.workers.values() if worker.class_ & group.weights_lost_classes), (
-            group.weights_lost
-        )
+        assert not any(worker.able for worker in group.workers.values()), group.weights_lost
     for worker in group.workers.values():
         idle = worker.open and not worker.batches and not group.resume_at
-        head = group.queue.head(worker.class_) if idle else None
+        head = group.queue.head() if idle else None
         assert head is None, (group.name, worker, head)
         if worker.open and worker.capabilities is not None and worker.capabilities.mixed and not group.resume_at:
             kinds = {batch.slices[0][0].generation is not None for batch in worker.batches.values()}
             for sequences in {False, True} - kinds:
-                lane = group.queue.head(PLAIN, sequences=sequences)
+                lane = group.queue.head(sequences=sequences)
                 assert lane is None, (group.name, worker, lane, "it waits for work of the other kind")
     if group.reserved_worker is not None:
         assert group.reserved_worker.state is WorkerState.RESERVED and group.trial is None, (group.reserved_worker, group.trial)
@@ -148,7 +141,6 @@ def check_worker(worker: Worker) -> None:
         assert worker.declared is not None and worker.epoch_confirmed, worker
         can = worker.declared
         assert worker.within(can), worker
-        assert worker.routing is (worker.group.packed_routing if can.packed else worker.group.routing), worker
     for batch in worker.batches.values():
         assert batch.worker is worker and batch.slices, batch
         if batch.trial:
@@ -162,7 +154,7 @@ def check_worker(worker: Worker) -> None:
             most = worker.declared.cached_tokens if cached else worker.declared.batch_tokens
             assert batch.cost <= most, batch
         assert worker.declared is not None and batch.rows <= worker.declared.batch_rows, batch
-        if worker.declared.packed:
+        if batch.packed:
             assert all(request.work.operation.packs(request.work, worker.declared) for request, _, _ in batch.slices), batch
 
 
@@ -216,7 +208,7 @@ def check_request(request: Request) -> None:
     assert left > 0, request
     if request.generation is not None:
         check_generation(request)
-    assert request.classes in _CLASSES, (request, request.classes)
+    assert request.packs == can_be_packed(request.work, group.capabilities), request
     if state == RUNNING:
         assert flying == left and not waiting, request
     else:
@@ -288,7 +280,7 @@ def check_queue(queue: Queue[Any]) -> None:
                     if request.lane is queue and request.state <= QUEUED:
                         mine = AWAY if client.away else request.priority
                         assert request.client is client and priority == mine, (priority, request)
-                        assert signature == request.work.signature | request.classes, (signature, request)
+                        assert signature == request.work.signature | request.packs, (signature, request)
     seen = [request.seq for request in queue.waiting()]
     assert len(seen) == len(set(seen)), "a request stands twice in a queue"
 
@@ -329,8 +321,8 @@ def check_levels(levels: AdmissionLevels, live: list[Request]) -> None:
 def _still_blocked(core: Context, group: Group) -> bool:
     """Whether the head of the queue fits no worker, as `group.blocked` says."""
     kind = None if group.blocked is None or not group.mixed else group.blocked.generation is not None
-    lane, worker = group.queue.head(PLAIN, sequences=kind), group.routing.least()
-    if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
+    lane, worker = group.queue.head(sequences=kind), group.routing.least()
+    if lane is None or lane.head is not group.blocked or group.suspects.size:
         return False
     if worker is None:
         return True

@@ -337,7 +337,7 @@ def test_who_may_and_what_is_refused_before_anything_begins() -> None:
         assert (refused.code, refused.field) == (code, field), message
     group = pool.machine.core.groups["g"]
     group.adapters.committed = {str(i): AdapterVersion(str(i), 1, "", "/a") for i in range(MAX_ADAPTERS)}
-    group.plain = msgspec.structs.replace(LOADING, adapters=group.adapters.names)
+    group.capabilities = msgspec.structs.replace(LOADING, adapters=group.adapters.names)
     pool.check_every = 1000
     refused = failures(pool.load(client, id=6))[6]
     assert (refused.code, refused.message) == ("bad_request", "name: 65 adapters are loaded; at most 64")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.protocol.messages import Batch, Capabilities, StatusReport
 from tests.core.machines import CAN, Pool, Sent, config, results, work
-from tests.core.test_classes import shared
+from tests.core.test_packed_batches import shared
 
 
 def rows(sent: Sent) -> list[int]:
@@ -208,15 +209,15 @@ def test_batches_of_a_lower_priority_are_short_while_a_higher_one_comes() -> Non
     assert by_priority(pool) == [(0, [1, 1]), (0, [1] * 6)], "none came for a second"
 
 
-def test_short_forwards_of_a_packed_worker_have_half_of_the_pace() -> None:
-    pool = Pool()
-    client = pool.client()
-    for request in range(1, 15):
-        pool.submit(client, request, shared(5, 10, first=request))
-    pool.submit(client, 15, shared(5, 10, first=15), priority=5)
-    # A query, an item and the delimiters between and after them are 17 tokens.
-    pool.worker(can=msgspec.structs.replace(CAN, max_item=64, pace=102))
-    assert by_priority(pool) == [(5, [1, 1, 1]), (0, [1, 1, 1])]
+def test_a_short_forward_is_no_shorter_than_what_every_forward_costs() -> None:
+    """Else the engine would do little else, and the higher priority would gain little: packed forwards have no CUDA graphs."""
+    for fixed_s, share in ((0.0, 1 / 3), (0.003, 1 / 3), (0.012, 0.9)):
+        model = ForwardCostModel(1000)
+        assert model.short == 333
+        for i in range(500):
+            tokens = 200 + 600 * (i % 2)
+            model.done(float(i), fixed_s + tokens * (0.025 - fixed_s) / 1000, tokens, 1, fits=True)
+        assert abs(model.short / model.tokens - share) < 0.1
 
 
 def test_a_higher_priority_has_the_whole_pace_next_to_lower_ones() -> None:

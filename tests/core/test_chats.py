@@ -12,7 +12,6 @@ from enginepool.client.session.charges import charge_of, message_bytes
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.requests.memory import charge
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.errors import BadRequest
 from enginepool.protocol.chat import MAX_CHAT_BYTES, MAX_MESSAGES, ChatTemplate, read_chats
 from enginepool.protocol.errors import WireError
@@ -70,8 +69,6 @@ def test_a_model_without_a_template_refuses_chats_before_the_queue(early: bool) 
     (failure,) = failures(pool.sent).values()
     assert (failure.code, failure.field) == ("bad_request", "chat")
     assert "has no chat template; send the text" in failure.message
-    packed = msgspec.structs.replace(TALKS, max_item=50)
-    assert classes_of(work(), TALKS, packed, PLAIN | PACKED) == PLAIN | PACKED, "once it is ids, plain workers have it"
 
 
 @pytest.mark.parametrize(

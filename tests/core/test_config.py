@@ -50,8 +50,8 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ),
         (GOOD + 'operations = ["generate", "embed"]', "a model that embeds does not generate"),
         (
-            GOOD + 'operations = ["generate", "score"]\nworkers = 2\npacked_workers = 1',
-            "groups.a.packed_workers = 1: none where operations has 'generate'",
+            GOOD + 'operations = ["generate", "score"]\npacking = "on"',
+            "groups.a.packing = 'on': auto or off where operations has 'generate'",
         ),
         (
             GOOD + 'operations = ["generate"]\nmax_batch_rows = 4',

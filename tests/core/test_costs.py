@@ -23,9 +23,7 @@ from tests.core.counting import Cost, cost_of
 from tests.core.machines import CAN, text, work
 
 FEW, MANY = 100, 5_000
-PACKED = msgspec.structs.replace(CAN, max_item=50)
 ONE = work(1)
-#: for packed workers only: longer than what a plain worker with a short context takes
 WORDS = text("a ", ["b"])
 
 
@@ -35,7 +33,6 @@ class Pool:
 
     machine: Machine = field(init=False)
     workers: int = 0
-    packed: int = 0
     groups: tuple[str, ...] = ("g",)
     now: float = 100.0
     batches: list[ef.ToWorker] = field(default_factory=list[ef.ToWorker])
@@ -45,7 +42,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         big = 1 << 40
-        group = GroupConfig(model="m", engine="sim", workers=self.workers, packed_workers=self.packed, ageing_s=None)
+        group = GroupConfig(model="m", engine="sim", workers=self.workers, ageing_s=None)
         limits = Limits(
             window_requests=big, queue_items=big, buffer_bytes=big, window_bytes=big, answers_bytes=big, max_message_bytes=big
         )
@@ -318,15 +315,6 @@ def another_group_that_goes_down(number: int) -> Step:
     return event(pool, ev.WorkerExited(pool.now, pool.started[1], "gone", permanent=True))
 
 
-def a_class_that_is_gone(number: int) -> Step:
-    pool = Pool(workers=2, packed=1)
-    plain, packed = pool.started
-    for name, can in ((plain, CAN), (packed, PACKED)):
-        pool.worker(name, can)
-    pool.queue(number)
-    return event(pool, ev.WorkerExited(pool.now, packed, "gone", permanent=True))
-
-
 def draining(number: int) -> Step:
     pool = Pool()
     for i in range(number):
@@ -380,7 +368,6 @@ STEPS: Iterable[Callable[[int], Step]] = (
     a_deadline,
     a_submit_and_its_answer,
     another_group_that_goes_down,
-    a_class_that_is_gone,
     draining,
     the_next_cut_of_a_large_request,
     a_lost_part_of_a_large_request,

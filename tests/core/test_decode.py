@@ -10,8 +10,8 @@ from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.decode import DECODE, UNKNOWN_TOKEN_BYTES, DecodeWork
 from enginepool.coordinator.operations.tokenize_texts import TOKENIZE, TokenizeWork
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Decode, Exiting, FrameSpec, Tokenize, TokenizeTexts
 from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, texts
@@ -35,7 +35,7 @@ def answer(pool: Pool, sent: Sent, *rows: str, name: str = "texts") -> list[Sent
 
 
 def refused(work: DecodeWork, can: Capabilities) -> WireError:
-    wrong = classes_of(work, can, None, PLAIN)
+    wrong = refusal_of(work, can)
     assert isinstance(wrong, WireError)
     return wrong
 
@@ -64,9 +64,8 @@ def test_ids_outside_the_vocabulary_and_a_model_without_a_tokenizer_are_refused_
 def test_workers_of_every_operation_and_kind_decode() -> None:
     generates = msgspec.structs.replace(DECODES, operations=("generate",))
     packed = msgspec.structs.replace(DECODES, max_item=10)
-    assert classes_of(decode([1]), generates, None, PLAIN) == PLAIN
-    assert classes_of(decode([1]), None, packed, PACKED) == PACKED
-    assert classes_of(decode([1]), DECODES, packed, PLAIN | PACKED) == PLAIN | PACKED
+    assert refusal_of(decode([1]), generates) is None
+    assert refusal_of(decode([1]), packed) is None
 
 
 def test_the_longest_texts_that_the_ids_can_have_are_charged_before_any_work() -> None:
@@ -161,5 +160,5 @@ def test_the_ids_of_a_tokenizer_are_the_answer_and_are_charged_before() -> None:
 
 
 def test_texts_for_a_model_without_a_tokenizer_are_refused() -> None:
-    wrong = classes_of(tokenize("a"), msgspec.structs.replace(CAN, text=False), None, PLAIN)
+    wrong = refusal_of(tokenize("a"), msgspec.structs.replace(CAN, text=False))
     assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "type")

@@ -9,8 +9,8 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.embed import EMBED, UNKNOWN_EMBEDDING
 from enginepool.coordinator.operations.limits import limits_of
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge, request_bytes
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import MAX_DIMENSIONS, Batch, Capabilities, Embed, FrameSpec, Result, Tokenize, Tokenized
 from tests.core.machines import CAN, Pool, codes, config, failures, results, texts, work
@@ -40,7 +40,7 @@ def of_text(*items: str) -> Work:
 
 
 def refusal(work: Work, can: Capabilities) -> tuple[str, str, str]:
-    wrong = classes_of(work, can, None, PLAIN)
+    wrong = refusal_of(work, can)
     assert isinstance(wrong, WireError), wrong
     assert wrong.message.startswith(f"{wrong.field}: ")
     return wrong.code, wrong.field, wrong.limit
@@ -77,13 +77,13 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     assert refusal(embed(length=101), BOTH) == ("bad_request", "items[0]", "100")
     assert refusal(of_text("a"), ONLY) == ("bad_request", "items", "")
     for dimensions in (0, 2, SIZE):
-        assert classes_of(embed(dimensions=dimensions), ONLY, None, PLAIN) == PLAIN
+        assert refusal_of(embed(dimensions=dimensions), ONLY) is None
 
 
 def test_a_group_runs_the_operations_of_its_workers_and_no_other() -> None:
     assert refusal(embed(), CAN) == ("bad_request", "type", "score")
     assert refusal(work(), ONLY) == ("bad_request", "type", "embed")
-    assert classes_of(work(), BOTH, None, PLAIN) == classes_of(embed(), BOTH, None, PLAIN) == PLAIN
+    assert refusal_of(work(), BOTH) == refusal_of(embed(), BOTH) is None
 
 
 def test_a_request_that_waited_for_the_first_worker_is_refused_once_that_cannot_embed() -> None:
@@ -95,7 +95,7 @@ def test_a_request_that_waited_for_the_first_worker_is_refused_once_that_cannot_
 
 
 def test_the_limits_of_a_group_tell_what_a_request_may_ask_for() -> None:
-    limits = limits_of(ONLY, None, 100, plain_expected=True)
+    limits = limits_of(ONLY, 100)
     assert limits is not None
     assert (limits.kind, limits.operations, limits.embedding, limits.dimensions) == ("embedding", ("embed",), SIZE, [2, SIZE])
 

@@ -8,7 +8,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
@@ -99,7 +99,7 @@ def test_what_it_brings_along_must_fit_the_request() -> None:
 
 def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     def refusal(work: Any, **can: Any) -> tuple[str, str]:
-        wrong = classes_of(work, msgspec.structs.replace(CAN, **can), None, PLAIN)
+        wrong = refusal_of(work, msgspec.structs.replace(CAN, **can))
         assert isinstance(wrong, WireError), wrong
         assert wrong.message.startswith(f"{wrong.field}: "), wrong.message
         return wrong.field, wrong.limit
@@ -166,7 +166,7 @@ def test_an_adapter_that_the_workers_do_not_have_is_refused_before_the_queue_wit
     for refused in failures(pool.sent)[1], failures(pool.sent)[2]:
         assert (refused.code, refused.field, refused.limit) == ("bad_request", "adapter", "a, b")
     assert failures(pool.sent)[2].message == "adapter: 'c'; the workers of this group have a, b"
-    wrong = classes_of(generate(adapter="a"), CAN, None, PLAIN)
+    wrong = refusal_of(generate(adapter="a"), CAN)
     assert isinstance(wrong, WireError) and wrong.message == "adapter: 'a'; the workers of this group have no adapters"
 
 

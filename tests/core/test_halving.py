@@ -13,7 +13,6 @@ from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, S
 from tests.core.generations import CAN as GENERATING
 from tests.core.generations import GeneratingPool, generate, outputs
 from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
-from tests.core.test_classes import PACKED
 
 
 def bye(pool: Pool, link: bytes, *, memory: bool = True) -> None:
@@ -53,7 +52,7 @@ def test_halves_are_possible_budgets_in_whichever_steps_they_are_taken(
     assert once == stepwise
     assert impossible(once) == ""
     assert once.halvings == times
-    assert once.packed == can.packed
+    assert once.packs == can.packs
     assert once.inflight_rows == max(1, (rows * more) >> times)
     assert once.batch_tokens <= max(page, batch >> times)
 
@@ -86,7 +85,7 @@ def test_workers_that_run_are_filled_half_as_much_and_those_that_start_are_told(
     assert [accept.halvings for accept in told(pool)] == [0, 0, 1]
     assert in_flight(pool)[2:] == [(b"c", [1])]
     group = pool.machine.core.groups["g"]
-    assert group.plain == halved(CAN, 1)
+    assert group.capabilities == halved(CAN, 1)
     pool.finish_all()
     assert sorted(results(pool.sent)) == [1, 2, 3]
 
@@ -125,7 +124,7 @@ def test_an_engine_whose_first_batches_are_too_large_starts_again_with_half() ->
     assert len(again) == 2, "that was no fault of the worker, which may be started again"
     pool.worker(again[0], can=halved(CAN, 1))
     assert [accept.halvings for accept in told(pool)] == [0, 0, 1]
-    assert group.plain == halved(CAN, 1)
+    assert group.capabilities == halved(CAN, 1)
 
 
 @pytest.mark.parametrize("first", ["exiting", "exit"])
@@ -201,11 +200,11 @@ def test_rows_that_no_longer_fit_any_worker_fail_also_while_they_run() -> None:
 
 def test_a_worker_that_was_halved_under_another_coordinator_brings_that_along() -> None:
     pool = Pool()
-    pool.worker("plain")
-    pool.worker("packed", can=halved(PACKED, 2))
+    pool.worker("early")
+    pool.worker("halved", can=halved(CAN, 2))
     group = pool.machine.core.groups["g"]
     assert group.halvings == 2
-    assert (group.plain, group.packed) == (halved(CAN, 2), halved(PACKED, 2))
+    assert group.capabilities == halved(CAN, 2)
     pool.worker("late", can=CAN)
     assert pool.machine.core.groups["g"].workers["late"].capabilities == halved(CAN, 2)
 

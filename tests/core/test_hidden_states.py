@@ -12,8 +12,8 @@ from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import generations, stream_messages
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import UNKNOWN_HIDDEN, charge
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.errors import BadRequest
 from enginepool.protocol.errors import WireError
@@ -70,10 +70,10 @@ def hidden_of(sent: list[Sent]) -> list[bytes]:
 
 
 def test_they_are_refused_where_the_workers_have_none_with_the_option_that_is_missing() -> None:
-    wrong = classes_of(generate(hidden_states=True), CAN, None, PLAIN)
+    wrong = refusal_of(generate(hidden_states=True), CAN)
     assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "hidden_states")
     assert "enable_return_hidden_states" in wrong.message and wrong.limit == ""
-    assert isinstance(classes_of(generate(hidden_states=True), HIDDEN, None, PLAIN), int)
+    assert refusal_of(generate(hidden_states=True), HIDDEN) is None
 
 
 def test_they_are_refused_with_stop_strings() -> None:

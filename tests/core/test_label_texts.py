@@ -9,8 +9,8 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.labels import remember
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge, request_bytes
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import MAX_LABELS, Batch, FrameSpec, Score, Tokenize
 from tests.core.machines import CAN, Pool, Sent, codes, failures, results
@@ -118,7 +118,7 @@ def test_a_label_that_is_no_single_token_is_refused_in_the_words_of_the_worker()
 
 def test_texts_are_refused_before_the_queue_where_nothing_can_say_what_they_are() -> None:
     def refusal(work: ScoreWork, **can: Any) -> str:
-        wrong = classes_of(work, msgspec.structs.replace(CAN, **can), None, PLAIN)
+        wrong = refusal_of(work, msgspec.structs.replace(CAN, **can))
         assert isinstance(wrong, WireError), wrong
         return wrong.message
 
@@ -131,7 +131,7 @@ def test_texts_are_refused_before_the_queue_where_nothing_can_say_what_they_are(
         ids_with(["yes"], softmax=True)
 
 
-def test_packed_workers_score_rows_of_ids_once_their_labels_are_known() -> None:
+def test_rows_of_ids_are_packed_once_their_labels_are_known() -> None:
     packed = msgspec.structs.replace(CAN, max_item=50)
     pool = Pool()
     client = pool.client()
@@ -140,7 +140,7 @@ def test_packed_workers_score_rows_of_ids_once_their_labels_are_known() -> None:
     (asked,) = tokenize(pool)
     (batch,) = answer(pool, asked, [7, 8])
     assert isinstance(batch.message, Batch)
-    assert classes_of(ids_with(), None, packed, PACKED) == PACKED
+    assert batch.message.packed
 
 
 def test_texts_of_labels_are_charged() -> None:

@@ -8,8 +8,8 @@ from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.logprobs import LOGPROBS
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge, request_bytes
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import MAX_PLACE_LABELS, Batch, Capabilities, FrameSpec, Logprobs, Result
 from tests.core.machines import CAN, Pool, codes, config, failures, results, work
@@ -61,7 +61,7 @@ def test_text_is_refused_with_what_to_do() -> None:
 
 def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     def refusal(content: Work, can: Capabilities) -> tuple[str, str]:
-        wrong = classes_of(content, can, None, PLAIN)
+        wrong = refusal_of(content, can)
         assert isinstance(wrong, WireError), wrong
         return wrong.field, wrong.limit
 
@@ -70,15 +70,13 @@ def test_what_depends_on_the_model_is_refused_with_field_and_limit() -> None:
     assert refusal(asked(2, [3], first=995), msgspec.structs.replace(BOTH, vocab=996)) == ("items[0][1]", "996")
     assert refusal(asked([3, 3], [1, BOTH.context]), BOTH) == ("items[1]", str(BOTH.context))
     assert refusal(asked(2, [3]), CAN) == ("type", "score")
-    wrong = classes_of(asked(2, [79]), msgspec.structs.replace(BOTH, context=80, inflight_tokens=80), None, PLAIN)
+    wrong = refusal_of(asked(2, [79]), msgspec.structs.replace(BOTH, context=80, inflight_tokens=80))
     assert isinstance(wrong, WireError) and wrong.limit == "80" and "max_batch_tokens" in wrong.message
-    assert classes_of(asked(2, [3], labels=[5]), BOTH, None, PLAIN) == PLAIN
+    assert refusal_of(asked(2, [3], labels=[5]), BOTH) is None
 
 
-def test_packed_workers_are_not_asked() -> None:
-    packed = msgspec.structs.replace(CAN, max_item=50)
-    assert classes_of(asked(2, [3]), BOTH, packed, PLAIN | PACKED) == PLAIN
-    assert isinstance(wrong := classes_of(asked(2, [3]), None, packed, PACKED), WireError) and wrong.field == "type"
+def test_they_are_not_packed() -> None:
+    assert not LOGPROBS.packs(asked(2, [3]), msgspec.structs.replace(BOTH, max_item=50))
 
 
 # --- what it is charged -------------------------------------------------------------------------------------------------

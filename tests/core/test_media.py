@@ -14,7 +14,7 @@ from enginepool.client.session.charges import charge_of
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import LEAST_TOKENS
 from enginepool.protocol.messages import (
@@ -143,9 +143,9 @@ def test_another_image_under_the_same_id_is_another_request() -> None:
     ],
 )
 def test_a_kind_or_a_source_that_no_worker_takes_is_refused_before_the_queue(options: Any, said: str) -> None:
-    refusal = classes_of(work(options), CAN, None, PLAIN)
+    refusal = refusal_of(work(options), CAN)
     assert isinstance(refusal, WireError) and refusal.code == "bad_request" and refusal.message.startswith(said)
-    assert not isinstance(classes_of(work({"images": ["https://a/b", b"a", None]}), CAN, None, PLAIN), WireError)
+    assert refusal_of(work({"images": ["https://a/b", b"a", None]}), CAN) is None
 
 
 # --- what workers are sent ----------------------------------------------------------------------------------------------

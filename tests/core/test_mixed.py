@@ -205,7 +205,7 @@ def test_an_engine_out_of_memory_halves_both_kinds_of_budgets() -> None:
     pool.batches.clear()
     pool.do(ev.WorkerSaid(0, first, Exiting("out of memory", failed=True, out_of_memory=True)))
     group = pool.machine.core.groups["g"]
-    assert group.halvings == 1 and group.plain is not None and group.plain.sequences == 1
+    assert group.halvings == 1 and group.capabilities is not None and group.capabilities.sequences == 1
 
 
 def test_capabilities_with_impossible_budgets_of_sequences_are_refused() -> None:

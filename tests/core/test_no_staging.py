@@ -13,7 +13,6 @@ from enginepool.protocol.messages.weights import Committed, Join, LoadWeights, P
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
-PACKED = msgspec.structs.replace(CAN, max_item=1000)
 WHY = "no staged transfer: this worker has no stager"
 
 
@@ -91,15 +90,9 @@ def test_without_any_staging_memory_the_publisher_hears_why() -> None:
     assert (failure.code, WHY in failure.message) == ("unsupported", True)
 
 
-@pytest.mark.parametrize(
-    ("cans", "changes"),
-    [
-        pytest.param((CAN, CAN, CAN), {"partial": True}, id="nothing could restore a part"),
-        pytest.param((CAN, PACKED, CAN), {}, id="the only worker of its class"),
-    ],
-)
-def test_a_worker_that_could_not_be_missed_aborts(cans: tuple[Capabilities, ...], changes: dict[str, Any]) -> None:
-    pool, _, links = opened(cans, **changes)
+def test_a_worker_that_could_not_be_restored_aborts() -> None:
+    """No snapshot has a part of the weights alone."""
+    pool, _, links = opened(partial=True)
     assert failures(unable(pool, links[1]))[1].code == "unsupported"
 
 

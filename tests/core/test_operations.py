@@ -1,14 +1,12 @@
 """What the coordinator does with operations, whichever they are."""
 
 import msgspec
-import pytest
 
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.score import ScoreOperation
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
-from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Batch, Capabilities
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
+from enginepool.protocol.messages import Batch
 from tests.core.machines import CAN, Pool, failures, results, work
 
 
@@ -63,21 +61,10 @@ def test_a_batch_never_mixes_operations() -> None:
     assert len(results(pool.sent)) == 6
 
 
-PACKED_CAN = msgspec.structs.replace(CAN, max_item=50)
-
-
-@pytest.mark.parametrize(
-    ("plain", "expected", "classes"),
-    [(BOTH, PLAIN | PACKED, PLAIN), (None, PLAIN | PACKED, PLAIN), (CAN, PLAIN | PACKED, None), (None, PACKED, None)],
-)
-def test_plain_workers_may_have_operations_that_packed_ones_do_not_have(
-    plain: Capabilities | None, expected: int, classes: int | None
-) -> None:
-    found = classes_of(twin(), plain, PACKED_CAN, expected)
-    if classes is None:
-        assert isinstance(found, WireError) and found.field == "type"
-    else:
-        assert found == classes
+def test_an_operation_that_the_workers_do_not_have_is_refused() -> None:
+    assert refusal_of(twin(), BOTH) is None and refusal_of(twin(), None) is None
+    found = refusal_of(twin(), CAN)
+    assert found is not None and found.field == "type"
 
 
 def test_workers_of_a_group_have_the_same_operations() -> None:

@@ -112,8 +112,8 @@ def test_a_query_is_computed_again_only_where_its_last_sequence_is_full(
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (part([1], [[2]], item_first=True), "one query for all rows, before the items"),
-        (part([1], [[2]], query_lengths=np.array([1], np.uint32)), "one query for all rows"),
+        (part([1], [[2]], item_first=True), "one query, before the items"),
+        (part([1], [[2]], query_lengths=np.array([1], np.uint32)), "one query, before the items"),
         (part([], [[2]]), "neither an empty query"),
         (part([1], [[2], []]), "nor an empty item"),
         (part([1], [[2] * 10]), "an item has 10 tokens"),

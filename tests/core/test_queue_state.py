@@ -34,7 +34,7 @@ class Waiting:
 
     client: Asks
     work: Any
-    classes: int
+    packs: bool
     priority: int
     seq: int
     min_version: int
@@ -71,14 +71,14 @@ class AnyOrder(RuleBasedStateMachine):
         number=st.integers(1, 40),
         client=st.integers(0, 3),
         priority=st.integers(-1, 1),
-        classes=st.integers(1, 3),
+        packs=st.booleans(),
         variant=st.integers(0, 1),
         later=st.integers(0, 3),
     )
-    def submit(self, number: int, client: int, priority: int, classes: int, variant: int, later: int) -> None:
+    def submit(self, number: int, client: int, priority: int, packs: bool, variant: int, later: int) -> None:
         for _ in range(number):
             who, version = self.clients[client], self.version + later
-            request = Waiting(who, Content(variant << 2), classes, priority, len(self.requests), version, ageing=self.ageing)
+            request = Waiting(who, Content(variant << 1), packs, priority, len(self.requests), version, ageing=self.ageing)
             self.requests.append(request)
             self.place(request).push(request)
 
@@ -91,11 +91,11 @@ class AnyOrder(RuleBasedStateMachine):
                 request.state = DONE
                 request.lane.forget()
 
-    @rule(classes=st.sampled_from([-1, 1, 2]), number=st.integers(1, 10), weight=st.integers(1, 100), whole=st.booleans())
-    def take(self, classes: int, number: int, weight: int, whole: bool) -> None:
+    @rule(number=st.integers(1, 10), weight=st.integers(1, 100), whole=st.booleans())
+    def take(self, number: int, weight: int, whole: bool) -> None:
         for _ in range(number):
-            lane = self.queue.head(classes)
-            mine = [r for r in self.live() if r.lane is self.queue and r.classes & classes]
+            lane = self.queue.head()
+            mine = [r for r in self.live() if r.lane is self.queue]
             assert (lane is None) == (not mine)
             if lane is None:
                 return
@@ -104,7 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
             rank = min((r.client.away, r.key) for r in mine)
             if not self.ageing:  # with it, a served request takes the key of an older one
                 assert rank == (request.client.away, request.key) or rank[0], "the highest priority, of those who are here"
-            same = [r for r in mine if (r.classes, r.work.signature) == (request.classes, request.work.signature)]
+            same = [r for r in mine if (r.packs, r.work.signature) == (request.packs, request.work.signature)]
             older = [r for r in same if r.client is request.client and r.priority == request.priority and r.seq < request.seq]
             assert not older or request.client.away, "the oldest of its client"
             if not whole:
@@ -146,9 +146,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
-    def change_classes(self, data: st.DataObject) -> None:
+    def change_what_packs(self, data: st.DataObject) -> None:
         live = self.live()
-        live[data.draw(st.integers(0, len(live) - 1))].classes = data.draw(st.integers(1, 3))
+        live[data.draw(st.integers(0, len(live) - 1))].packs = data.draw(st.booleans())
         self.queue.sort()
 
     @invariant()

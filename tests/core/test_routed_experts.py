@@ -13,8 +13,8 @@ from enginepool.client.generations import Continued, Generation, read_generation
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
 from enginepool.coordinator.operations.generate import GENERATE
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import UNKNOWN_EXPERTS, charge
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.errors import BadRequest
 from enginepool.protocol.errors import WireError
@@ -76,10 +76,10 @@ def experts_of(sent: list[Sent], n: int = 1, before: Sequence[Generation] = ()) 
 
 
 def test_they_are_refused_where_the_workers_have_none_with_the_option_that_is_missing() -> None:
-    wrong = classes_of(generate(routed_experts=True), CAN, None, PLAIN)
+    wrong = refusal_of(generate(routed_experts=True), CAN)
     assert isinstance(wrong, WireError) and (wrong.code, wrong.field) == ("bad_request", "routed_experts")
     assert "enable_return_routed_experts" in wrong.message and wrong.limit == ""
-    assert isinstance(classes_of(generate(routed_experts=True), EXPERTS, None, PLAIN), int)
+    assert refusal_of(generate(routed_experts=True), EXPERTS) is None
 
 
 def test_a_stream_has_none() -> None:

@@ -11,8 +11,8 @@ from enginepool.client.session.charges import charge_of
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.operations.truncation import truncate
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.errors import BadRequest
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import MAX_LABELS, Batch, FrameSpec, Score
@@ -83,7 +83,7 @@ def test_both_sides_charge_the_same_and_a_copy_is_known_by_its_labels() -> None:
 
 def test_they_stay_charged_when_rows_are_truncated_or_tokenized() -> None:
     before = work(truncation="left")
-    after = truncate(before, 6, 6)
+    after = truncate(before, 6)
     assert after.truncated == 20 and after.row_labels == before.row_labels
     assert before.nbytes - after.nbytes == 4 * 4 * 20, "four ids of each row are gone, and nothing else"
     specs = [FrameSpec("items", "utf8", (2,)), FrameSpec("item_lengths", "uint32", (1,)), FrameSpec("labels", "int32", (1, 2))]
@@ -112,7 +112,7 @@ def test_labels_that_do_not_fit_are_refused(labels: Any, settings: dict[str, Any
 
 def test_what_depends_on_the_model_is_refused() -> None:
     def refusal(content: ScoreWork, **can: Any) -> str:
-        wrong = classes_of(content, msgspec.structs.replace(CAN, **can), None, PLAIN)
+        wrong = refusal_of(content, msgspec.structs.replace(CAN, **can))
         assert isinstance(wrong, WireError), wrong
         return wrong.message
 
@@ -122,11 +122,8 @@ def test_what_depends_on_the_model_is_refused() -> None:
         work([[1]] * 20, softmax=True)
 
 
-def test_packed_workers_leave_them_to_plain_ones() -> None:
-    packed = msgspec.structs.replace(CAN, max_item=50)
-    assert classes_of(work(), CAN, packed, PLAIN | PACKED) == PLAIN
-    wrong = classes_of(work(), None, packed, PACKED)
-    assert isinstance(wrong, WireError) and "which packed workers do not score" in wrong.message
+def test_they_are_not_packed() -> None:
+    assert not SCORE.packs(work(), msgspec.structs.replace(CAN, max_item=50))
 
 
 def test_the_sim_engine_scores_each_row_by_its_own_labels() -> None:

@@ -28,7 +28,6 @@ def test_a_mixed_engine_has_the_defaults_of_a_generating_one_and_room_for_rows()
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"packed": True}, "packed is True: rows share no engine with it yet"),
         ({"cached_query_tokens": 100}, "cached_query_tokens is 100: rows share"),
         ({"options": {"enable_mixed_chunk": True}}, "enable_mixed_chunk=True"),
         ({"options": {"speculative_algorithm": "EAGLE"}}, "speculative_algorithm"),

@@ -9,7 +9,7 @@ import pytest
 from enginepool.client.session.charges import charge_of
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
@@ -73,7 +73,7 @@ def test_top_logprobs_have_bounds_and_need_logprobs(top: int, logprobs: bool) ->
 
 
 def test_a_model_with_fewer_tokens_is_named() -> None:
-    wrong = classes_of(generate(top_logprobs=20, logprobs=True), msgspec.structs.replace(CAN, vocab=19), None, PLAIN)
+    wrong = refusal_of(generate(top_logprobs=20, logprobs=True), msgspec.structs.replace(CAN, vocab=19))
     assert isinstance(wrong, WireError) and (wrong.field, wrong.limit) == ("top_logprobs", "19")
 
 

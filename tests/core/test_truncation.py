@@ -14,15 +14,14 @@ from enginepool.coordinator.operations.embed import EMBED
 from enginepool.coordinator.operations.logprobs import LOGPROBS
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.coordinator.operations.truncation import fitted
+from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.requests.memory import charge
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Embed, FrameSpec, Logprobs, Score, Tokenize
 from tests.core.machines import CAN, Pool, codes, failures, results, text
 
 #: rows of at most 10 ids
 SHORT = msgspec.structs.replace(CAN, context=10, operations=("score", "logprobs"))
-PACKED = msgspec.structs.replace(SHORT, max_item=4)
 
 
 def ids_of(name: str, rows: list[list[int]]) -> tuple[list[FrameSpec], list[bytes]]:
@@ -62,7 +61,7 @@ def rows_of(work: Work) -> list[tuple[list[int], list[int]]]:
 
 
 def fit(work: Work, can: Capabilities = SHORT) -> Work:
-    found = fitted(work, can, None, plain_expected=True)
+    found = fitted(work, can)
     assert found.digest == work.digest, "the same request sent again is known"
     assert (found.tokens, found.longest) == _measured(rows_of(found))
     assert found.nbytes == sum(map(len, found.frames))
@@ -92,7 +91,7 @@ def test_a_score_keeps_its_queries_and_cuts_items_on_the_side_that_was_asked_for
         assert found == (item[:room] if side == "right" else item[-room:])
         count += len(item) > room
     assert work.truncated == count
-    assert classes_of(work, SHORT, None, PLAIN) == PLAIN
+    assert refusal_of(work, SHORT) is None
 
 
 def test_inputs_of_embeddings_are_cut() -> None:
@@ -180,20 +179,12 @@ def test_without_truncation_or_with_error_a_long_row_is_refused() -> None:
         assert (failure.field, failure.limit) == ("items[0]", "10")
 
 
-def test_a_group_of_packed_workers_alone_is_sent_what_these_take() -> None:
-    work = fitted(asked(Score, [1, 2], [list(range(9))], truncation="right"), None, PACKED, plain_expected=False)
-    assert rows_of(work) == [([1, 2], [0, 1, 2, 3])]
-    assert work.shared == 2
-    unknown = fitted(asked(Score, [1, 2], [list(range(9))], truncation="right"), None, PACKED, plain_expected=True)
-    assert unknown.truncated == 0, "plain workers are expected, which may take more"
-
-
 def test_ids_of_a_cross_encoder_are_not_cut() -> None:
     crossing = msgspec.structs.replace(SHORT, kind="classifier", labels=1, separator=9)
-    wrong = classes_of(asked(Score, [1, 9], [[2]], truncation="left", labels=[]), crossing, None, PLAIN)
+    wrong = refusal_of(asked(Score, [1, 9], [[2]], truncation="left", labels=[]), crossing)
     assert isinstance(wrong, WireError) and wrong.field == "truncation"
-    assert classes_of(asked(Score, [1, 9], [[2]], truncation="error", labels=[]), crossing, None, PLAIN) == PLAIN
-    assert classes_of(asked(Score, [1], [[2]], truncation="left", labels=[], raw=True), crossing, None, PLAIN) == PLAIN
+    assert refusal_of(asked(Score, [1, 9], [[2]], truncation="error", labels=[]), crossing) is None
+    assert refusal_of(asked(Score, [1], [[2]], truncation="left", labels=[], raw=True), crossing) is None
 
 
 def test_a_worker_that_tokenizes_text_is_told_what_to_cut_and_says_how_many_rows_it_cut() -> None:

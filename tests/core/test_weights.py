@@ -8,12 +8,11 @@ from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.fleet.fan_out import AGAIN_MS, OPEN, OPEN_EACH
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Batch, Capabilities, ErrorReply, Idle, Ready, Stage
+from enginepool.protocol.messages import Batch, ErrorReply, Idle, Ready, Stage
 from enginepool.protocol.messages.weight_reports import HELD, Finding, Inspect, Inspected, InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import (
     AbortUpdate,
@@ -1306,36 +1305,6 @@ def test_a_worker_that_is_asked_once_more_does_not_hide_that_weights_are_missing
     assert failures(pool.live(again + 2.0))[1].code == "needs_weights"
 
 
-def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:
-    pool = committed_before()
-    client = pool.client()
-    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
-    plain = pool.worker("plain")
-    other = pool.worker("packed", can=packed, ready=False)
-    pool.do(ev.WorkerSaid(0, other, Idle(EPOCH)))
-    pool.do(ev.WorkerSaid(0, other, Ready(packed, 3, DIGEST)))
-    pool.submit(client, 1, work())
-    pool.tell(plain, Restored(3, "needs_weights", "no snapshot"))
-    assert failures(pool.live(11.0))[1].code == "needs_weights", "an empty query is for plain workers"
-    assert pool.machine.core.groups["g"].workers["packed"].able
-    assert codes(pool.submit(client, 2, work())) == ["needs_weights"]
-
-
-def test_weights_are_missing_where_the_other_class_of_workers_is_gone_for_good() -> None:
-    pool = committed_before()
-    client = pool.client()
-    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
-    plain, link = pool.worker("plain"), pool.worker("packed", can=packed)
-    pool.submit(client, 1, text("Is it? ", ["yes"]))
-    group = pool.machine.core.groups["g"]
-    assert [request.classes for request in group.texts.waiting()] == [PLAIN | PACKED]
-    pool.do(ev.WorkerBroken(0, plain, "it is lost"))
-    group.retired_classes[PLAIN] = "no plain worker is left"
-    pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
-    assert failures(pool.live(11.0))[1].code == "needs_weights"
-    assert codes(pool.submit(client, 2, text("Is it? ", ["yes"]))) == ["needs_weights"]
-
-
 def test_a_worker_that_finds_them_ends_the_need() -> None:
     pool = committed_before()
     link = pool.worker("a")
@@ -1345,21 +1314,6 @@ def test_a_worker_that_finds_them_ends_the_need() -> None:
     assert of_type(asked, Restore), "it tries again"
     pool.do(ev.WorkerSaid(0, link, Ready(CAN, 3, DIGEST)))
     assert not pool.machine.core.groups["g"].weights_lost
-
-
-def test_weights_that_one_class_of_workers_has_found_are_still_missing_for_the_other() -> None:
-    pool = committed_before()
-    client = pool.client()
-    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
-    plain, other = pool.worker("plain"), pool.worker("packed", can=packed)
-    for link in (plain, other):
-        pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
-    pool.live(11.0)
-    pool.do(ev.WorkerSaid(0, other, Ready(packed, 3, DIGEST)))
-    assert codes(pool.submit(client, 1, work())) == ["needs_weights"], "an empty query is for plain workers"
-    pool.do(ev.WorkerSaid(0, plain, Ready(CAN, 3, DIGEST)))
-    pool.submit(client, 2, work())
-    assert 2 in results(pool.finish_all())
 
 
 def test_a_worker_that_is_lost_in_the_moment_in_which_it_finds_them_ends_no_need() -> None:

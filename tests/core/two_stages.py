@@ -15,7 +15,7 @@ from enginepool.protocol.capabilities import FORWARD_S
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result
 from tests.core.invariants import check_machine
 from tests.core.machines import CAN, Pool, Sent
-from tests.core.test_classes import shared
+from tests.core.test_packed_batches import shared
 
 #: a request of bench/score_gpu.py's `pr`
 QUERY, ITEMS, ITEM = 120, 10, 180

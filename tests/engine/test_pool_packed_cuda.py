@@ -1,4 +1,4 @@
-"""What a score may ask for besides its labels, of a pool that has packed workers alone: equal to a direct computation."""
+"""What a score may ask for besides its labels, of a pool that packs: equal to a direct computation."""
 
 import asyncio
 import random
@@ -48,13 +48,12 @@ def test_the_softmax_of_packed_rows_is_at_the_temperature_also_of_labels_that_ar
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_items_that_are_too_long_for_packed_workers_are_cut_on_the_side_that_was_named(
+def test_items_that_are_too_long_are_cut_on_the_side_that_was_named(
     packed_pool: "PackedPool", reference: Reference, side: str
 ) -> None:
     chance, limits = random.Random(6), packed_pool.limits
-    assert limits.max_item > 0, "packed workers alone"
     query, labels = ids(chance, 40), [5, 9]
-    room = min(limits.context - len(query), limits.max_item)
+    room = limits.context - len(query)
     items = [ids(chance, room + 30), ids(chance, 3), ids(chance, room), ids(chance, 2 * room)]
     found = packed_pool.score(query, items, label_token_ids=labels, truncation=side, logprobs=True)
     cut = [item[-room:] if side == "left" else item[:room] for item in items]
@@ -63,8 +62,30 @@ def test_items_that_are_too_long_for_packed_workers_are_cut_on_the_side_that_was
     assert found.truncated == 2 and set(found.forwards) == {1}
 
 
+def test_rows_that_cannot_be_packed_and_log_probabilities_come_from_the_same_worker(
+    packed_pool: "PackedPool", reference: Reference
+) -> None:
+    chance = random.Random(7)
+    query, items, labels = ids(chance, 30), [ids(chance, 5) for _ in range(6)], [5, 9]
+    packed = packed_pool.score(query, items, label_token_ids=labels, logprobs=True)
+    turned = packed_pool.score(query, items, label_token_ids=labels, logprobs=True, item_first=True)
+    for found, rows in ((packed, [query + item for item in items]), (turned, [item + query for item in items])):
+        expected = [np.log(reference.label_scores(row, labels, False)) for row in rows]
+        np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16)
+        assert set(found.forwards) == {1}
+
+
+def test_text_is_packed_and_equal_to_its_tokens(packed_pool: "PackedPool", reference: Reference) -> None:
+    query, items = "Is it polite? ", ["Good day!", "Go away!", "a b c"]
+    rows = [reference.tokenizer(query + item)["input_ids"] for item in items]
+    found = packed_pool.score(query, items, label_token_ids=[5, 9], logprobs=True)
+    expected = [np.log(reference.label_scores(row, [5, 9], False)) for row in rows]
+    np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16)
+    assert set(found.forwards) == {1}
+
+
 class PackedPool:
-    """A pool with one worker, which is packed, for one call after the other."""
+    """A pool with one worker, which packs, for one call after the other."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self._runner = asyncio.Runner()
@@ -91,6 +112,6 @@ class PackedPool:
 
 @pytest.fixture(scope="module")
 def packed_pool(models: Models) -> Any:
-    pool = PackedPool(str(models.causal), packed_workers=1, **SETTINGS)
+    pool = PackedPool(str(models.causal), packing="on", **SETTINGS)
     yield pool
     pool.close()

@@ -132,7 +132,7 @@ def packed(request: pytest.FixtureRequest, models: Models) -> Iterator[HostedEng
     model: Path = getattr(models, request.param)
     options = {"sampling_backend": "pytorch", "mem_fraction_static": 0.2}
     hosted = HostedEngine(
-        str(model), device="cuda", dtype="bfloat16", options=options, max_batch_tokens=2048, max_batch_rows=256, packed=True
+        str(model), device="cuda", dtype="bfloat16", options=options, max_batch_tokens=2048, max_batch_rows=256, packing="on"
     )
     yield hosted.wait_until_started()
     hosted.end()
@@ -154,13 +154,13 @@ def packed_batch(chance: random.Random, engine: HostedEngine) -> RowBatch:
             break
     if not parts:
         return packed_batch(chance, engine)
-    return RowBatch(tuple(parts), hidden=not causal and chance.random() < 0.5)
+    return RowBatch(tuple(parts), hidden=not causal and chance.random() < 0.5, packed=True)
 
 
 def test_packed_scores_equal_a_direct_computation_of_each_row(packed: HostedEngine, reference: Reference) -> None:
     chance = random.Random(22)
     can = declared(packed)
-    assert can.packed
+    assert can.packs and can.packed_pace > 0
     batches = [packed_batch(chance, packed) for _ in range(30)]
     rows = 0
     for batch, outcome in zip(batches, whole(packed.score(*batches, at_once=2)), strict=True):
@@ -189,14 +189,41 @@ def test_full_packed_batches_that_wait_together_take_one_forward_each(packed: Ho
         rows = [(query, [(seed * 7 + i) % VOCAB] * 14) for i in range(120)]
         part = part_of(rows, shared=True, labels=labels)
         assert can.batch_tokens * 0.9 < packed_cost([part], can) <= can.batch_tokens
-        batches.append(RowBatch((part,)))
+        batches.append(RowBatch((part,), packed=True))
     whole(packed.score(*batches, at_once=2))
+
+
+def test_packed_and_plain_batches_at_one_engine_take_one_forward_each_and_give_the_same_scores(
+    packed: HostedEngine, reference: Reference
+) -> None:
+    """They wait together: SGLang ends when a forward has rows of both kinds. Plain forwards of this size are CUDA graphs."""
+    chance = random.Random(23)
+    causal = declared(packed).kind == "causal"
+    labels = (7, 8) if causal else ()
+    batches: list[RowBatch] = []
+    for _ in range(20):
+        query = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 50))]
+        rows = [(query, [chance.randrange(VOCAB) for _ in range(chance.randint(1, 20))]) for _ in range(8)]
+        part = part_of(rows, shared=True, labels=labels)
+        batches += [RowBatch((part,), packed=True), RowBatch((part,)), RowBatch((part,), packed=True)]
+    outcomes = whole(packed.score(*batches, at_once=3))
+    for batch, outcome in zip(batches, outcomes, strict=True):
+        [scored], [part] = outcome.parts, batch.parts
+        assert isinstance(scored, dict)
+        for row, found in zip(part.prompts(), scored["scores"], strict=True):
+            if causal:
+                expected = np.log(reference.label_scores(row, part.asked.labels, part.asked.softmax))
+                np.testing.assert_allclose(np.log(found), expected, rtol=0, atol=BFLOAT16)
+            else:
+                np.testing.assert_allclose(found, reference.rewards(row, part.asked.softmax), rtol=0, atol=BFLOAT16)
 
 
 def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbor_runs(packed: HostedEngine) -> None:
     labels = (7,) if declared(packed).kind == "causal" else ()
     good = part_of([([1, 2], [3])], shared=True, labels=labels)
-    [outcome] = whole(packed.score(RowBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good))))
+    [outcome] = whole(
+        packed.score(RowBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good), packed=True))
+    )
     refused, scored = outcome.parts
     assert isinstance(refused, EngineError)
     assert isinstance(scored, dict)

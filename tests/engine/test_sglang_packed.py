@@ -61,7 +61,7 @@ def test_a_request_for_a_head_carries_its_priority_in_each_sequence() -> None:
 
 
 def computed(kind: Any, parts: list[RowPart], answers: list[dict[str, Any]], *, hidden: bool = False) -> list[Outputs]:
-    """What a packed engine makes of these answers of SGLang."""
+    """What an engine makes of these answers of SGLang to a packed batch."""
 
     async def generate(request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
         yield answers
@@ -74,7 +74,7 @@ def computed(kind: Any, parts: list[RowPart], answers: list[dict[str, Any]], *, 
     tm = SimpleNamespace(generate_request=generate)
     scoring = EngineScoring(tm, TYPES, entries, can, SimpleNamespace(settings={}, kv_tokens=0))  # type: ignore[arg-type]
     [operation] = scoring.operations.values()
-    return asyncio.run(scoring.compute(operation, parts, hidden=hidden))[0]
+    return asyncio.run(scoring.compute(operation, parts, hidden=hidden, packed=True))[0]
 
 
 def at(**probabilities: float) -> list[tuple[float, int, None]]:

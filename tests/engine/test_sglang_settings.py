@@ -1,5 +1,6 @@
 """What SGLang is started with, what is refused, and the budgets inside which no batch is ever cut."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from enginepool.workers.sglang.host.settings import (
     refuse_impossible,
     reserved,
 )
+from enginepool.workers.sglang.score.packing_support import with_packing
 from tests.engine.forked import run_code
 
 KNOWN = {
@@ -103,10 +105,10 @@ def test_small_plain_forwards_on_a_gpu_are_graphs_and_no_others() -> None:
     assert kwargs["cuda_graph_max_bs_prefill"] == 6144
     assert not {"disable_cuda_graph", "disable_prefill_cuda_graph"} & kwargs.keys()
     assert engine_kwargs(wanted(max_batch_tokens=1000), KNOWN)["cuda_graph_max_bs_prefill"] == 2000
-    for without in (wanted(device="cpu"), wanted(packed=True)):
-        kwargs = engine_kwargs(without, ALL_KNOWN | {"disable_radix_cache"})
-        assert kwargs["disable_cuda_graph"] is kwargs["disable_prefill_cuda_graph"] is True
-        assert "cuda_graph_max_bs_prefill" not in kwargs
+    assert engine_kwargs(wanted(packing="on"), PACKED_KNOWN)["cuda_graph_max_bs_prefill"] == 6144, "its plain forwards"
+    kwargs = engine_kwargs(wanted(device="cpu"), ALL_KNOWN | {"disable_radix_cache"})
+    assert kwargs["disable_cuda_graph"] is kwargs["disable_prefill_cuda_graph"] is True
+    assert "cuda_graph_max_bs_prefill" not in kwargs
 
 
 def test_memory_is_never_left_to_a_rule_that_gives_a_small_card_nothing() -> None:
@@ -147,7 +149,7 @@ def test_the_port_that_the_coordinator_gave_is_taken() -> None:
         ({"preferred_sampling_params": '{"logit_bias": {"3": 5.0}}'}, "other scores"),
         ({"enable_eplb": True}, "change places"),
         ({"max_queued_requests": 10}, "refused while others run"),
-        ({"enable_mis": True}, "set packed_workers of the group"),
+        ({"enable_mis": True}, "see packing of the group"),
         ({"allow_auto_truncate": True}, "cut silently"),
         ({"enable_tokenizer_batch_encode": True}, "token ids"),
         ({"tokenizer_worker_num": 2}, "does not work"),
@@ -175,24 +177,59 @@ PACKED_KNOWN = ALL_KNOWN | {"disable_radix_cache", "prefill_attention_backend", 
 RESOLVED = {"enable_mis": True, "attention_backend": "flashinfer", "disable_radix_cache": True}
 
 
-def test_a_packed_engine_is_started_as_multi_item_scoring_needs_it() -> None:
-    kwargs = engine_kwargs(wanted(packed=True), PACKED_KNOWN)
+def test_an_engine_that_packs_is_started_as_multi_item_scoring_needs_it() -> None:
+    kwargs = engine_kwargs(wanted(packing="on"), PACKED_KNOWN)
     assert kwargs["enable_mis"] is True
     assert kwargs["attention_backend"] == "flashinfer"
     assert kwargs["disable_radix_cache"] is True
     assert kwargs["chunked_prefill_size"] == -1
 
 
-def test_packing_on_a_cpu_is_refused_with_the_reason() -> None:
-    with pytest.raises(SettingsError, match=r"FlashInfer.* runs on CUDA; the device is cpu"):
-        wanted("cpu", packed=True)
+CAN_BE_PACKED = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+CANNOT_BE_PACKED = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+
+
+def decided(settings: EngineSettings, config: dict[str, Any] = CAN_BE_PACKED, known: Collection[str] = ()) -> str:
+    return with_packing(settings, lambda: config, known or PACKED_KNOWN).packing
+
+
+def test_packing_is_on_by_default_where_engine_model_and_device_allow_it() -> None:
+    assert decided(wanted()) == "on"
+    assert decided(wanted(packing="off")) == "off"
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "known", "said"),
+    [
+        ({"device": "cpu"}, CAN_BE_PACKED, PACKED_KNOWN, r"FlashInfer.* runs on CUDA; the device is cpu"),
+        ({"cached_query_tokens": 256}, CAN_BE_PACKED, PACKED_KNOWN, "queries are cached"),
+        ({"operations": ("logprobs",)}, CAN_BE_PACKED, PACKED_KNOWN, "scores alone are packed"),
+        ({"operations": ("score", "generate")}, CAN_BE_PACKED, PACKED_KNOWN, "rows next to sequences"),
+        ({"options": {"enable_deterministic_inference": True}}, CAN_BE_PACKED, PACKED_KNOWN, "other bits"),
+        ({"options": {"attention_backend": "triton"}}, CAN_BE_PACKED, PACKED_KNOWN, "FlashInfer alone"),
+        ({"options": {"prefill_attention_backend": "fa3"}}, CAN_BE_PACKED, PACKED_KNOWN, "FlashInfer alone"),
+        ({"options": {"decode_attention_backend": "fa3"}}, CAN_BE_PACKED, PACKED_KNOWN, "FlashInfer alone"),
+        ({"options": {"disable_radix_cache": False}}, CAN_BE_PACKED, PACKED_KNOWN, "not the prefix of another"),
+        ({"options": {"chunked_prefill_size": 65536}}, CAN_BE_PACKED, PACKED_KNOWN, "cut between items"),
+        ({"options": {"enable_mis": False}}, CAN_BE_PACKED, PACKED_KNOWN, "it is what packs"),
+        ({}, CAN_BE_PACKED, PACKED_KNOWN - {"enable_mis"}, "the installed SGLang has no setting enable_mis"),
+        ({}, CANNOT_BE_PACKED, PACKED_KNOWN, "looks ahead"),
+        ({}, {}, PACKED_KNOWN, "config.json cannot be read"),
+    ],
+)
+def test_an_engine_that_cannot_pack_does_not_and_says_why_where_it_has_to(
+    settings: dict[str, Any], config: dict[str, Any], known: Collection[str], said: str
+) -> None:
+    assert decided(wanted(**settings), config, known) == "off"
+    with pytest.raises(SettingsError, match=said) as caught:
+        decided(wanted(**settings, packing="on"), config, known)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_deterministic_mode_is_taken_on_a_gpu_and_refused_on_a_cpu_with_the_reason() -> None:
     options: dict[str, Any] = {"enable_deterministic_inference": True}
     known = PACKED_KNOWN | {*options}
     assert engine_kwargs(wanted(options=options), known)["enable_deterministic_inference"] is True
-    assert engine_kwargs(wanted(packed=True, options=options), known)["enable_deterministic_inference"] is True
     with pytest.raises(SettingsError, match="enable_deterministic_inference=True is refused on a CPU: SGLang"):
         wanted("cpu", options=options)
     wanted("cpu", options={"enable_deterministic_inference": False})
@@ -206,36 +243,24 @@ def test_cached_queries_are_refused_where_the_deterministic_mode_turns_the_radix
         budgets(settings, running(settings={"disable_radix_cache": True}))
 
 
-def test_an_sglang_without_multi_item_scoring_is_refused_by_the_missing_setting() -> None:
-    with pytest.raises(SettingsError, match="cannot score packed: it has no setting enable_mis"):
-        engine_kwargs(wanted(packed=True), PACKED_KNOWN - {"enable_mis"})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"attention_backend": "triton"}, "FlashInfer alone"),
-        ({"prefill_attention_backend": "fa3"}, "FlashInfer alone"),
-        ({"decode_attention_backend": "fa3"}, "FlashInfer alone"),
-        ({"disable_radix_cache": False}, "not the prefix of another"),
-        ({"chunked_prefill_size": 65536, "max_prefill_tokens": 65536}, "cut between items"),
-        ({"enable_mis": False}, "a packed worker packs"),
         ({"dp_size": 2}, "one by one"),
         ({"pp_size": 2}, "pipeline stages"),
         ({"speculative_algorithm": "EAGLE"}, "adds forwards"),
     ],
 )
-def test_an_option_with_which_packing_would_be_wrong_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        engine_kwargs(wanted(packed=True, options=options), PACKED_KNOWN)
-    assert said in str(caught.value)
+def test_options_that_cut_batches_are_refused_where_an_engine_packs(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        engine_kwargs(wanted(packing="on", options=options), PACKED_KNOWN)
 
 
 def test_what_sglang_resolved_for_packing_is_checked() -> None:
-    found = budgets(wanted(packed=True), running(settings=RESOLVED, max_running=8192))
+    found = budgets(wanted(packing="on"), running(settings=RESOLVED, max_running=8192))
     assert (found.inflight_rows, found.batch_rows) == (2048, 1024)
     with pytest.raises(SettingsError, match="attention_backend='fa3'"):
-        budgets(wanted(packed=True), running(settings=RESOLVED | {"attention_backend": "fa3"}))
+        budgets(wanted(packing="on"), running(settings=RESOLVED | {"attention_backend": "fa3"}))
     with pytest.raises(SettingsError, match="enable_mis=True"):
         budgets(wanted(), running(settings=RESOLVED))
 
@@ -374,9 +399,7 @@ def test_queries_are_not_kept_without_a_radix_cache() -> None:
         budgets(wanted(cached_query_tokens=256), running(settings={"disable_radix_cache": True}))
 
 
-def test_a_packed_worker_keeps_no_queries() -> None:
-    with pytest.raises(SettingsError, match="cached_query_tokens is for plain workers"):
-        wanted(packed=True, cached_query_tokens=256)
+def test_no_query_is_too_short_to_be_cached() -> None:
     with pytest.raises(SettingsError, match="cached_query_tokens is 0; it must be at least 1"):
         wanted(cached_query_tokens=0)
 

@@ -114,7 +114,6 @@ def test_the_json_of_a_status_has_every_key(served: Served) -> None:
     }
     (group,) = report["groups"]
     assert (report["draining"], group["poisoned"], group["down"], group["workers"][0]["restarts"]) == (False, 0, "", 0)
-    assert group["limits"]["max_item"] == 0
 
 
 def test_ready_waits_for_workers_and_says_what_they_do(processes: Processes, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_it_waits_for_a_coordinator_and_outlives_one(processes: Processes, tmp_p
     ("options", "said"),
     [
         (["--group", "nobody"], "group: 'nobody' is none of: g"),
-        (["--packed-workers", "2"], "groups.g.packed_workers = 2: 0 to workers, which is 1"),
+        (["--workers", "2", "--gpus", "0"], "groups.g.gpus"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(daemon: Daemon, tmp_path: Path, options: list[str], said: str) -> None:

@@ -103,11 +103,12 @@ def test_texts_of_a_cross_encoder_are_joined_as_pairs_on_the_way_to_its_engine()
         assert (refused.value.field, refused.value.limit) == ("responses[1]", "2")
 
 
-def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
+def test_one_worker_serves_packed_and_plain_batches_with_the_same_scores_by_default():
     async def main() -> None:
-        group = msgspec.structs.replace(SIM, packed_workers=1)
-        async with Pool.start(config=PoolConfig(groups={"g": group})) as pool:
-            await all_ready(pool)
+        async with Pool.start(config=PoolConfig(groups={"g": msgspec.structs.replace(SIM, workers=1)})) as pool:
+            await pool.ready(PATIENCE_S)
+            [worker] = (await pool.status()).groups[0].workers
+            assert worker.packed
             query, items = [5, 6, 7], [[i, i + 1] for i in range(1, 11)]
             calls = [pool.score(query, items, label_token_ids=[2]) for _ in range(8)]
             calls.append(pool.score(query, items, label_token_ids=[2], item_first=True))
@@ -116,8 +117,6 @@ def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
                 np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,))["scores"])
             want = expected_scores(query, items, labels=(2,), item_first=True)["scores"]
             np.testing.assert_array_equal(turned.scores, want)
-            workers = {worker.packed: worker for worker in (await pool.status()).groups[0].workers}
-            assert workers[True].done and workers[False].done
 
     uvloop.run(main())
 

@@ -11,7 +11,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--workers", type=int, default=0, help="default: drawn from the seed, 1 to 8")
-    parser.add_argument("--packed", action="store_true", help="some of the workers are packed ones")
+    parser.add_argument("--packed", action="store_true", help="workers of most groups pack")
     parser.add_argument("--updates", action="store_true", help="weights are published meanwhile")
     parser.add_argument("--paced", action="store_true", help="workers have a pace, and each differs from it")
     parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")

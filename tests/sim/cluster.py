@@ -33,8 +33,6 @@ class Cluster:
         self.world: World = network.world
         self.oracle = oracle
         self.profiles = profiles
-        #: of a group's packed workers, and from which place on they are packed
-        self.packed: dict[str, tuple[Profile, int]] = {}
         self._limits = (orphan_s, drain_s)
         self.workers: dict[str, SimWorker] = {}
         #: group and index of the coordinator's own
@@ -63,8 +61,7 @@ class Cluster:
         """Start a process for a place of the coordinator, on the checkpoint of `weights`."""
         self._places[incarnation] = (group, index)
         self._watchers[incarnation] = watcher
-        profile, first = self.packed.get(group, (self.profiles[group], 0))
-        worker = self._spawn(group, incarnation, profile if index >= first else self.profiles[group])
+        worker = self._spawn(group, incarnation, self.profiles[group])
         if weights is not None:
             engine = worker.engine
             assert engine.profile.only_at_start, f"{incarnation} could take its weights in place"

@@ -139,9 +139,7 @@ class Plan:
         self.turn_s = random.choice((0.0, 0.0005, 0.02))
         self.drain_early = random.random() < 0.1
         self.unusable = 0.1 if self.retires and random.random() < 0.5 else 0.0
-        #: what the packed workers of a group can do, where there are some; drawn from another source, so that a seed means the
-        #: same with and without them
-        self.packed: dict[str, Capabilities] = {}
+        # Drawn from another source, so that a seed means the same with and without it.
         if packed is not None:
             self._pack(packed)
         #: who publishes what; which faults strike when a transaction enters a phase; how often a call wants later weights
@@ -217,10 +215,10 @@ class Plan:
         self.unstaged = random.choice((0.0, 0.5, 0.9))
 
     def _embed(self, random: Random) -> None:
-        """Let plain workers embed, give log-probabilities and decode as well as score, and calls ask for any of them."""
+        """Let workers embed, give log-probabilities and decode as well as score, and calls ask for any of them."""
         self.embed = random.choice((0.2, 0.5, 0.9))
         for name, can in self.capabilities.items():
-            if can.separator is None and name not in self.packed:
+            if can.separator is None:
                 size = random.choice((2, 6, 40))
                 operations = ("score", "embed", "logprobs") if can.kind == "causal" else ("score", "embed")
                 self.capabilities[name] = msgspec.structs.replace(
@@ -228,17 +226,15 @@ class Plan:
                 )
 
     def _generate(self, random: Random) -> None:
-        """Let plain workers generate as well, in few slots, and most calls ask for that."""
+        """Let workers generate as well, in few slots, and most calls ask for that."""
         self.generate = GenerationMix(random)
         self.step_s = random.choice((0.005, 0.02, 0.08, 0.2))
         self.calls = random.randint(10, 40)
         for name, can in self.capabilities.items():
-            if name in self.packed:
-                continue
             rows = random.choice((1, 2, 4))
             slots = int(rows * random.choice((1.0, 1.5, 2.0, 4.0)))
             self.capabilities[name] = msgspec.structs.replace(
-                can, kind="causal", labels=0, hidden=2, separator=None, operations=(*can.operations, "generate"),
+                can, kind="causal", labels=0, hidden=2, separator=None, operations=(*can.operations, "generate"), max_item=0,
                 batch_rows=rows, inflight_rows=slots, features=("logit_processors",), adapters=ADAPTERS, experts=(2, 1),
                 sequences=slots, sequence_tokens=can.inflight_tokens, sequence_context=min(can.context, can.inflight_tokens),
             )  # fmt: skip
@@ -250,7 +246,7 @@ class Plan:
                 self.faults += [(self.span * random.random(), kind) for _ in range(random.randint(1, 3))]
         self.faults.sort()
         for _, offer in self.offers:
-            if offer.group not in self.packed and not self.only_at_start:  # those refuse it
+            if not self.only_at_start:  # those refuse it
                 keep_generations(random, offer)
         for kind in () if self.gentle or not self.offers else random.sample(LOAD_FAULTS, random.choice((0, 1, 3))):
             self.triggers.append(("load", kind, random.choice((0.0, 0.02, 0.06))))
@@ -376,34 +372,18 @@ class Plan:
 
     def _pace(self, random: Random) -> None:
         """Let workers say what their forwards cost, which is mostly wrong."""
-        for classes in (self.capabilities, self.packed):
-            for name, can in classes.items():
-                classes[name] = msgspec.structs.replace(can, pace=random.choice((1, 12, 40, 100, 400, 3000)))
+        paces = (1, 12, 40, 100, 400, 3000)
+        for name, can in self.capabilities.items():
+            packed = random.choice((0, *paces)) if can.packs else 0
+            self.capabilities[name] = msgspec.structs.replace(can, pace=random.choice(paces), packed_pace=packed)
 
     def _pack(self, random: Random) -> None:
-        """Let some of the workers of each group that has two be packed ones. One plain one stays: it serves every shape."""
-        groups = dict(self.config.groups)
-        for name, group in groups.items():
-            if group.workers < 2:
-                continue
-            plain = self.capabilities[name]
-            tokens = random.choice((64, 128, 256, 1024))
-            rows = random.choice((2, 8, 32))
-            hidden = plain.hidden if random.random() < 0.7 else 0
-            self.packed[name] = msgspec.structs.replace(
-                plain,
-                context=min(plain.context, random.choice((40, 64, tokens))),
-                batch_tokens=tokens,
-                batch_rows=rows,
-                inflight_tokens=int(tokens * random.choice((1.5, 2.0, 4.0))),
-                inflight_rows=int(rows * random.choice((1.0, 1.5, 4.0))),
-                hidden=hidden,
-                max_item=random.choice((4, 12, 65535)),
-            )
-            groups[name] = msgspec.structs.replace(group, packed_workers=random.randint(1, group.workers - 1))
-        self.config = msgspec.structs.replace(self.config, groups=groups)
+        """Let the workers of most groups pack, and of others compute long queries once."""
         for name, plain in self.capabilities.items():
-            if random.random() < 0.5:
+            kind = random.choice(("packs", "packs", "caches", ""))
+            if kind == "packs" and plain.separator is None:
+                self.capabilities[name] = msgspec.structs.replace(plain, max_item=random.choice((4, 12, 65535)))
+            if kind == "caches":
                 # These compute long queries once, and have room for what that allows.
                 tokens = int(plain.batch_tokens * random.choice((1.0, 2.0, 4.0)))
                 self.capabilities[name] = msgspec.structs.replace(

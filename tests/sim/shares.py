@@ -5,9 +5,8 @@ client of its priority. Here batches are counted, not time: from the moment a re
 other client opens at most one batch that could have been its.
 
 A client certainly uses less than its share when the request is its only one, and it was never served, or others of its priority
-were served many times as much since. Left out are groups with packed and plain workers: of two classes that both serve some
-requests, one may be behind the other for good reasons. Where waiting counts, batches of another signature are left out: which
-signature is next depends on how long requests of other priorities wait in it.
+were served many times as much since. Where waiting counts, batches of another lane are left out: which lane is next depends on
+how long requests of other priorities wait in it.
 """
 
 from collections.abc import Sequence
@@ -46,9 +45,8 @@ class Shares:
 
     def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """These batches of rows and these tasks that generate were sent, in this order."""
-        mixed = group.plain and group.packed
         before = self._waits.get(group.name)
-        waits = [wait for wait in before if _waits(wait.request)] if before and not mixed else []
+        waits = [wait for wait in before if _waits(wait.request)] if before else []
         for batch in batches:
             opener = batch.slices[0][0]
             if opener.generation is not None:
@@ -60,9 +58,7 @@ class Shares:
                     continue
                 if request.generation is not None:
                     continue  # it waits for a slot, and rows have room of their own
-                if not request.classes & batch.worker.class_:
-                    continue
-                if group.config.ageing_s is not None and request.work.signature != opener.work.signature:
+                if group.config.ageing_s is not None and _lane(request) != _lane(opener):
                     continue
                 count = wait.opened[opener.client] = wait.opened.get(opener.client, 0) + 1
                 assert count <= 1, f"{opener.client} opened {count} batches before {request}: {batch}"
@@ -105,3 +101,8 @@ def _waits(request: Request) -> bool:
     """Whether none of its rows was ever sent, and nothing but its turn keeps them."""
     whole = not request.next and not request.back
     return request.state == QUEUED and whole and request.lane is request.group.queue and request.client.link is not None
+
+
+def _lane(request: Request) -> tuple[int, bool]:
+    """Of the requests that can share a batch."""
+    return request.work.signature, request.packs

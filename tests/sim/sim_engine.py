@@ -189,7 +189,7 @@ class SimEngine:
         self.must_be_awake(who)
         lengths = [len(prompt) // 4 for prompts in task.prompts for prompt in prompts]
         task.rows = len(lengths)
-        task.weight = _packed_weight(run, can) if can.packed else sum(lengths) + task.rows * (can.page - 1)
+        task.weight = _packed_weight(run, can) if run.batch.packed else sum(lengths) + task.rows * (can.page - 1)
         assert run.batch.batch not in self.inside, f"{who} runs twice"
         operations = {part.operation for part in run.batch.parts}
         assert len(operations) == 1 and operations <= {*can.operations}, f"{who}: of {operations}"
@@ -444,7 +444,8 @@ def _most(run: RunBatch, can: Capabilities) -> int:
 
 
 def _packed_weight(run: RunBatch, can: Capabilities) -> int:
-    """What the sequences of a batch weigh. An engine that packs would die of anything else than what can be joined."""
+    """What the sequences of a packed batch weigh. An engine would die of anything else than what can be joined."""
+    assert can.packs, run.batch
     parts: list[tuple[bytes, int, list[int]]] = []
     at = 0
     for part in run.batch.parts:

@@ -100,19 +100,13 @@ class Simulation:
                 profile.load_fails = 0.0
         for name, rows in plan.memory.items():
             profiles[name].memory = rows
-        for name, can in plan.packed.items():
-            group = plan.config.groups[name]
-            profile = Profile(world, can, plan.versions[name])
-            profile.poison, profile.load_fails = profiles[name].poison, profiles[name].load_fails
-            self.cluster.packed[name] = (profile, group.workers - group.packed_workers)
-        for profile in (*profiles.values(), *(packed for packed, _ in self.cluster.packed.values())):
+        for profile in profiles.values():
             profile.only_at_start = plan.only_at_start
             profile.step_s = plan.step_s
             profile.sleep_loses_weights = plan.sleep_loses_weights
             profile.adapter_s, profile.adapter_fails = plan.adapter_s, plan.adapter_fails
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
-        every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
-        slowest = max(profile.seconds_in_flight for profile in every)
+        slowest = max(profile.seconds_in_flight for profile in profiles.values())
         if plan.gentle:
             # A worker that is only slow is none that failed.
             timing = msgspec.structs.replace(timing, forward_s=max(timing.forward_s, 2 * slowest))
@@ -467,7 +461,7 @@ def simulate(
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
     with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
-    with `generating`, plain workers generate as well, and most calls ask for that; with `talking` too, callers go on after
+    with `generating`, workers generate as well, and most calls ask for that; with `talking` too, callers go on after
     what was generated; with `sleeping`, callers put engines to sleep and wake them; with `generating` and `adapting`,
     adapters are loaded, replaced and unloaded.
 

@@ -38,13 +38,6 @@ def requests_that_were_cut_are_not_listed(patch: pytest.MonkeyPatch) -> None:
     _with_group(patch, "cut", Forgets)
 
 
-def requests_of_one_class_are_not_listed(patch: pytest.MonkeyPatch) -> None:
-    def classify(self: Group, request: Request, classes: int) -> None:
-        request.classes = classes
-
-    patch.setattr(Group, "classify", classify)
-
-
 def answered_requests_stay_listed(patch: pytest.MonkeyPatch) -> None:
     real = RequestLifecycle._finish  # pyright: ignore[reportPrivateUsage]
 
@@ -63,7 +56,7 @@ def answered_requests_are_still_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(VersionQueue, "forget", forget)
 
 
-def lanes_are_not_built_anew_where_classes_change(patch: pytest.MonkeyPatch) -> None:
+def lanes_are_not_built_anew_where_more_can_be_packed(patch: pytest.MonkeyPatch) -> None:
     def sort(self: Queue[Any]) -> None:
         """Nothing."""
 
@@ -74,10 +67,9 @@ def lanes_are_not_built_anew_where_classes_change(patch: pytest.MonkeyPatch) -> 
     "mutate",
     [
         requests_that_were_cut_are_not_listed,
-        requests_of_one_class_are_not_listed,
         answered_requests_stay_listed,
         answered_requests_are_still_awaited,
-        lanes_are_not_built_anew_where_classes_change,
+        lanes_are_not_built_anew_where_more_can_be_packed,
     ],
     ids=lambda mutate: mutate.__name__,
 )

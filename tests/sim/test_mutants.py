@@ -1,6 +1,5 @@
 """The simulator finds what it is for: each bug that is planted here is seen within a few schedules."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations import embed, logprobs, score
+from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.control import Commands
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
@@ -191,13 +191,20 @@ def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(TaskLedger, "drop", drop)
 
 
-def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:
-    real: Callable[[Any], Any] = Queue[Any].head
+def everything_is_packed(patch: pytest.MonkeyPatch) -> None:
+    def can_be_packed(work: Work, can: Capabilities | None) -> bool:
+        return can is not None and can.packs and work.operation.name == "score"
 
-    def head(self: Any, classes: int = -1) -> Any:
-        return real(self)
+    patch.setattr(admission, "can_be_packed", can_be_packed)
+    patch.setattr(requests, "can_be_packed", can_be_packed)
 
-    patch.setattr(Queue, "head", head)
+
+def packed_batches_do_not_say_so(patch: pytest.MonkeyPatch) -> None:
+    def init(self: RunningBatch, *args: Any, packed: bool = False, **options: Any) -> None:
+        real(self, *args, **options)
+
+    real = RunningBatch.__init__
+    patch.setattr(RunningBatch, "__init__", init)
 
 
 def a_query_is_counted_once_too_rarely(patch: pytest.MonkeyPatch) -> None:
@@ -465,7 +472,13 @@ def test_a_bug_planted_in_a_planned_stop_is_found(mutate: Mutate, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "mutate", [packed_workers_get_everything, a_query_is_counted_once_too_rarely, every_query_is_believed_to_be_computed_once]
+    "mutate",
+    [
+        everything_is_packed,
+        packed_batches_do_not_say_so,
+        a_query_is_counted_once_too_rarely,
+        every_query_is_believed_to_be_computed_once,
+    ],
 )
 def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 2 + seed % 8, packed=True))

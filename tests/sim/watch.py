@@ -18,7 +18,6 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batches import LEAST_TEXTS, TEXT_BYTES, takes_text
 from enginepool.coordinator.scheduling.queue import Queue
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header
@@ -107,7 +106,7 @@ class Watch:
                 self._shares.after(group, mine)
             if mine and not group.on_hold:
                 self._in_order(group, mine, back)
-            if group.down or group.retired_classes:
+            if group.down:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
                 self.oracle.needed.add(group.name)
@@ -141,7 +140,7 @@ class Watch:
         assert total <= limits.buffer_bytes, f"all clients may be sent {total} bytes"
         core = self.machine.core
         kept = core.answers.nbytes
-        guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
+        guessed = any(request.group.capabilities is None for c in core.clients.values() for request in c.live.values())
         # The end of an update is kept without room for it: its publisher asks for it again.
         most = limits.buffer_bytes + OVERHEAD * len(core.groups)
         assert guessed or core.live_bytes + kept <= most, (core.live_bytes, kept)
@@ -166,15 +165,14 @@ class Watch:
         self.machine.requests.blame = count
 
     def goes_on_without(self, stages: Callable[[str], bool]) -> None:
-        """From now on a member without staging memory aborts an update only where no other one of its class has some, or the
+        """From now on a member without staging memory aborts an update only where no other one has some, or the
         update is partial. `stages`: whether the worker of this name has some."""
         real = self.machine.ending.abort
 
         def abort(update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
             if "has no stager" in reason and not update.offer.partial:
                 workers = [member.worker for member in update.members.values()]
-                able = {worker.class_ for worker in workers if stages(worker.name)}
-                assert any(worker.class_ not in able for worker in workers), f"aborted: {update}: {reason}"
+                assert not any(stages(worker.name) for worker in workers), f"aborted: {update}: {reason}"
             real(update, code, reason, field, limit)
 
         self.machine.ending.abort = abort
@@ -203,18 +201,16 @@ class Watch:
             return  # an engine of it ran out of memory
         if not (group.queue.size or group.suspects.size or group.texts.size):
             return
-        for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):
-            worker = routing.least() if routing.open else None
-            if worker is None:
-                continue
-            assert worker.class_ == class_, worker
-            first = group.texts.head()
-            assert first is None or not takes_text(worker), f"a text waits, but {worker} is free"
-            if worker.batches or worker.texts:
-                continue
-            first = group.queue.head(class_)
-            assert first is None, f"{worker} is idle while {first} waits"
-            assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle while a suspect waits"
+        worker = group.routing.least() if group.routing.open else None
+        if worker is None:
+            return
+        first = group.texts.head()
+        assert first is None or not takes_text(worker), f"a text waits, but {worker} is free"
+        if worker.batches or worker.texts:
+            return
+        first = group.queue.head()
+        assert first is None, f"{worker} is idle while {first} waits"
+        assert group.trial is not None or group.suspects.head() is None, f"{worker} is idle while a suspect waits"
 
     def _text_in_order(self, worker: Worker, request: Request) -> None:
         """A text was given to a worker: what that has is bounded, and no text of a higher priority waits."""
@@ -236,11 +232,11 @@ class Watch:
                 before = oldest.get(flow)
                 if before is None or request.seq < before.seq:
                     oldest[flow] = request
-        #: by class, and in a mixed group of rows or of sequences: these have room of their own
-        firsts: dict[tuple[int, bool], Request | None] = {}
+        #: in a mixed group of rows or of sequences: these have room of their own
+        firsts: dict[bool, Request | None] = {}
         for batch in batches:
-            class_, slices = batch.worker.class_, batch.slices
-            assert all(request.classes & class_ for request, _, _ in slices), f"{batch} is for another class"
+            slices = batch.slices
+            assert not batch.packed or all(request.packs for request, _, _ in slices), f"{batch} cannot be packed"
             if batch.trial:
                 assert len(slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
                 continue
@@ -248,16 +244,12 @@ class Watch:
                 first = oldest.get(_flow(request), request)
                 assert first.seq >= request.seq, f"{batch} passed over {first}, which is of the client of {request}"
             if group.config.ageing_s is None:
-                mixed = group.plain is not None and group.plain.mixed
+                mixed = group.mixed
                 sequences = mixed and slices[0][0].generation is not None
-                if (class_, sequences) not in firsts:
-                    others = (
-                        one
-                        for one in waiting
-                        if one.classes & class_ and (not mixed or (one.generation is not None) is sequences)
-                    )
-                    firsts[class_, sequences] = min(others, key=_rank, default=None)
-                first = firsts[class_, sequences]
+                if sequences not in firsts:
+                    others = (one for one in waiting if not mixed or (one.generation is not None) is sequences)
+                    firsts[sequences] = min(others, key=_rank, default=None)
+                first = firsts[sequences]
                 assert first is None or _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:
@@ -281,7 +273,7 @@ class Watch:
         live = sum(len(client.live) for client in core.clients.values())
         assert core.live_rows <= core.config.limits.queue_items, core.live_rows
         limits = core.config.limits
-        guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
+        guessed = any(request.group.capabilities is None for c in core.clients.values() for request in c.live.values())
         for client in core.clients.values():
             assert len(client.live) <= limits.window_requests, client
             assert guessed or client.nbytes <= limits.window_bytes, client
@@ -327,7 +319,7 @@ def _rank(request: Request) -> tuple[bool, int]:
 
 def _flow(request: Request) -> Flow:
     """Requests of which the oldest runs first."""
-    return request.client.id, request.priority, request.classes, request.work.signature
+    return request.client.id, request.priority, request.packs, request.work.signature
 
 
 def _uid(request: Request) -> int:

@@ -585,7 +585,7 @@ def _to_client() -> list[Valid]:
         Valid(
             "status-report-limits",
             way,
-            "what requests may ask for: a causal model, and a reward model of packed workers that returns hidden states",
+            "what requests may ask for: a causal model, and a reward model that returns hidden states",
             {
                 "type": "status_report",
                 "epoch": EPOCH,
@@ -610,7 +610,6 @@ def _to_client() -> list[Valid]:
                             "labels": 1,
                             "hidden": 4,
                             "text": False,
-                            "max_item": 8,
                         },
                     },
                 ],
@@ -793,8 +792,8 @@ def _from_worker() -> list[Valid]:
         Valid(
             "ready-packed",
             way,
-            "a worker that joins rows of one query into sequences",
-            {"type": "ready", "capabilities": {**CAUSAL, "max_item": 65535}},
+            "a worker that can join rows of one query into sequences, and knows how much it computes then",
+            {"type": "ready", "capabilities": {**CAUSAL, "max_item": 65535, "pace": 12, "packed_pace": 9}},
             exact=False,
         ),
         Valid(
@@ -972,6 +971,7 @@ def _to_worker() -> list[Valid]:
     one = (QUERY, ITEMS, ITEM_LENGTHS)
     embed = (ITEMS, ITEM_LENGTHS)
     two = (ids("query"), ids("items", 2, 73, 115), lengths("item_lengths", 3))
+    packed = (ids("query", 2), ids("items", 73, 115, 74), lengths("item_lengths", 2, 1))
     pairs = (ids("query", 1, 2), lengths("query_lengths", 1, 1), ids("items", 3, 4), lengths("item_lengths", 1, 1))
     words = (text("query", "Is it good? "), text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
     return [
@@ -1079,6 +1079,18 @@ def _to_worker() -> list[Valid]:
                 "parts": [{"frames": _specs(*one), "labels": [5, 6], "softmax": True, "temperature": 2.5}],
             },
             one,
+        ),
+        Valid(
+            "batch-packed",
+            way,
+            "a batch whose rows are joined into one sequence",
+            {
+                "type": "batch",
+                "batch": [EPOCH, 16],
+                "parts": [{"frames": _specs(*packed), "labels": [5, 6]}],
+                "packed": True,
+            },
+            packed,
         ),
         Valid(
             "batch-hidden",

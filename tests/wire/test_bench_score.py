@@ -424,7 +424,7 @@ def test_checks_return_the_scores_of_one_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,packed,cached"),
+        (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,packed,plain,cached"),
         (["--repetitions", "0"], "--repetitions: got 0; use 1 or more"),
         (["--workloads", ""], "--workloads: '': there are pr,long,reward,mix"),
         (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),

@@ -10,7 +10,7 @@ import pytest
 
 from enginepool.coordinator.core.events import Submit, WorkerBroken
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.coordinator.requests.fitting import refusal
 from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
@@ -79,9 +79,9 @@ def receive(vector: dict[str, Any]) -> None:
         event = client_event(0.0, b"link", frames, MAX_BYTES)
         if model := vector["invalid"].get("model"):
             assert isinstance(event, Submit)
-            refusal = classes_of(event.work, msgspec.convert(FILE["models"][model], Capabilities), None, PLAIN)
-            if isinstance(refusal, WireError):
-                raise refusal
+            wrong = refusal(event.work, msgspec.convert(FILE["models"][model], Capabilities))
+            if wrong is not None:
+                raise wrong
     elif vector["invalid"]["stage"] == "link":
         worker_event(0.0, b"link", frames)
     else:

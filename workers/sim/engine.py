@@ -2,8 +2,8 @@
 
 Users dry-run a pool with it, and the tests of the pool check every answer against `scores.expected_scores`. It runs one
 forward at a time, the waiting batch of the highest priority first and a step of the sequences after each. It counts more than
-one forward for a batch that is over its budget, as a real engine would. Packed, it counts the sequences, and dies of a part
-that does not belong there. When nothing costs anything, a batch is answered at once.
+one forward for a batch that is over its budget, as a real engine would. Of a packed batch it counts the sequences, and it dies
+of a part that does not belong there. When nothing costs anything, a batch is answered at once.
 """
 
 import asyncio
@@ -70,8 +70,7 @@ class SimEngine:
         self._adapters = set[str]()
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
-        served = (one for one in OPERATIONS if one.packs or not settings.packed)
-        self._operations = {one.name: one for one in served if one.serves(o)}
+        self._operations = {one.name: one for one in OPERATIONS if one.serves(o)}
         sizes: dict[str, Any] = {}
         for operation in self._operations.values():
             sizes |= operation.sizes(o)
@@ -92,7 +91,7 @@ class SimEngine:
             text=o.vocab >= BYTE_OFFSET + 256,
             token_bytes=TOKEN_BYTES if o.vocab >= BYTE_OFFSET + 256 else 0,
             features=("chat_template",) if o.chat_template and o.vocab >= BYTE_OFFSET + 256 else (),
-            max_item=MAX_ITEM if settings.packed else 0,
+            max_item=MAX_ITEM if settings.packing != "off" and not cached and o.separator is None else 0,
             cached_query=cached,
             separator=o.separator,
             cached_tokens=max(tokens, inflight_tokens // settings.forwards_in_flight) if cached else 0,
@@ -120,7 +119,8 @@ class SimEngine:
         tokens = min(rows * PACE_LENGTH, can.batch_tokens)
         wanted_ms = forward_ms(o.forward_s + o.row_s + o.token_s)
         seconds = o.forward_s + rows * o.row_s + tokens * o.token_s
-        return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
+        measured = pace(tokens, seconds, wanted_ms, can.batch_tokens)
+        return msgspec.structs.replace(can, pace=measured, packed_pace=measured if can.packs else 0, forward_ms=wanted_ms)
 
     @staticmethod
     def _generating(o: SimOptions, can: Capabilities, settings: EngineSettings) -> Capabilities:
@@ -129,7 +129,7 @@ class SimEngine:
         can = msgspec.structs.replace(can, adapters=tuple(sorted(o.adapters)), experts=o.experts, embedding=0)
         if settings.mixed:
             return msgspec.structs.replace(
-                can, operations=settings.operations, features=features + can.features, hidden=0,
+                can, operations=settings.operations, features=features + can.features, hidden=0, max_item=0,
                 sequences=o.sequences, sequence_tokens=o.sequence_tokens, sequence_context=min(o.context, o.sequence_tokens),
             )  # fmt: skip
         return msgspec.structs.replace(
@@ -226,7 +226,7 @@ class SimEngine:
         self._must_be_awake()
         if batch.operation not in self._capabilities.operations:
             raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._capabilities.operations)}")
-        if self._capabilities.packed:
+        if batch.packed:
             self._must_pack(batch)
         faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
         if not faults and not self._costs and not self._turns.busy:
@@ -314,7 +314,7 @@ class SimEngine:
         return seconds * (1 + o.jitter * (2 * self._random.random() - 1)) if o.jitter else seconds
 
     def _tokens(self, batch: RowBatch) -> int:
-        if self._capabilities.packed:
+        if batch.packed:
             return packed_cost(batch.parts, self._capabilities)
         return sum(part.tokens for part in batch.parts)
 
@@ -336,7 +336,7 @@ class SimEngine:
             most = budget.cached_tokens
         if rows <= 1 or (tokens <= most and rows <= budget.batch_rows):
             return 1
-        if budget.packed:
+        if batch.packed:
             return max(-(-tokens // budget.batch_tokens), -(-rows // budget.batch_rows))
         forwards, rows, tokens = 1, 0, 0
         for part in batch.parts:

@@ -21,7 +21,6 @@ class SimLogprobs(SimOperation):
     """`logprobs`."""
 
     name = "logprobs"
-    packs = False
 
     def serves(self, options: SimOptions) -> bool:
         return options.kind == "causal"

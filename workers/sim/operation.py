@@ -24,8 +24,6 @@ class SimOperation(Protocol):
 
     #: as in `operations` of `Capabilities`, and of the parts of a batch
     name: str
-    #: whether packed workers have it
-    packs: bool = True
 
     def serves(self, options: SimOptions) -> bool:
         """Whether an engine with these options has it."""

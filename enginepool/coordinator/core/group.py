@@ -18,7 +18,6 @@ from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.version_queue import ExactVersions, VersionQueue
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities
 from enginepool.protocol.messages.weight_reports import UpdateRecord
@@ -30,15 +29,14 @@ LOST, LOST_S = 64, 300.0
 
 
 class Group:
-    """A named set of workers of one model, identical within each class, and the queue before them."""
+    """A named set of identical workers of one model, and the queue before them."""
 
     __slots__ = (
-        "adapters", "blocked", "config", "counts", "cut", "down", "exact", "expected", "first_answer", "halvings",
-        "heard_committed", "history", "holds", "label_ids", "live", "lost_external", "name", "on_hold", "only", "packed",
-        "packed_routing", "peak", "peak_at", "plain", "prefixes", "process_group", "queue", "reserved_worker",
-        "resume_at", "retired_classes", "routing", "running", "running_tokens", "slots", "speed", "suspects", "texts", "tokens",
-        "trial", "version", "version_queue", "waiting", "weights", "weights_lost", "weights_lost_classes", "woken",
-        "workers", "zeros",
+        "adapters", "blocked", "capabilities", "config", "counts", "cut", "down", "exact", "first_answer", "halvings",
+        "heard_committed", "history", "holds", "label_ids", "live", "lost_external", "name", "on_hold", "peak", "peak_at",
+        "prefixes", "process_group", "queue", "reserved_worker", "resume_at", "routing", "running", "running_tokens", "slots",
+        "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
+        "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights, holds: GroupHolds | None = None) -> None:
@@ -60,9 +58,8 @@ class Group:
         #: the head of the queue, which fitted no worker when work was dispatched last: until it leaves, or a worker changes,
         #: requests behind it change nothing
         self.blocked: Request | None = None
-        #: why requests are answered with needs_weights, or ""; the classes of workers none of which can have the weights
+        #: why requests are answered with needs_weights, or ""
         self.weights_lost = ""
-        self.weights_lost_classes = 0
         #: the latest transactions, oldest first
         self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
         #: the record that waits for the first answer of its weights, and when the engines had taken them
@@ -71,11 +68,8 @@ class Group:
         self.halvings = 0
         #: it starts no work before, because an engine of it ran out of memory; 0: it does
         self.resume_at = 0.0
-        #: of the first plain, and the first packed worker that was ready; None before that
-        self.plain: Capabilities | None = None
-        self.packed: Capabilities | None = None
-        #: the classes of which there may ever be a worker; of external workers, once one registered
-        self.expected = PLAIN | PACKED
+        #: of the first worker that was ready; None before that
+        self.capabilities: Capabilities | None = None
         self.workers: dict[str, Worker] = {}
         self.slots: list[WorkerSlot] = []
         #: external workers that were lost, oldest first: when, which one and why
@@ -84,9 +78,8 @@ class Group:
         self.trial: RunningBatch | None = None
         #: kept free for the next trial until its batches are done
         self.reserved_worker: Worker | None = None
-        #: the open plain workers, and the open packed ones
+        #: the open workers
         self.routing: Routing[Worker] = Routing()
-        self.packed_routing: Routing[Worker] = Routing()
         #: the tokens of labels that requests named by their texts: of at most MAX_LABELS
         self.label_ids: dict[str, int] = {}
         #: which worker was given the beginning of a prompt to generate from
@@ -98,8 +91,6 @@ class Group:
         self.woken = False
         #: why nothing will ever run here, or ""
         self.down = ""
-        #: why nothing will ever run on a class of workers again, by class
-        self.retired_classes: dict[int, str] = {}
         self.speed, self.counts = RecentSpeed(), GroupCounts()
 
     def _open_queues(self) -> None:
@@ -109,8 +100,6 @@ class Group:
         self.live: dict[Request, None] = {}
         #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
         self.cut: dict[Request, None] = {}
-        #: and those that one class alone can serve, where there may be workers of both
-        self.only: dict[int, dict[Request, None]] = {PLAIN: {}, PACKED: {}}
         self.queue: Queue[Request] = Queue()
         #: suspects, which run alone, one at a time
         self.suspects: Queue[Request] = Queue()
@@ -139,46 +128,7 @@ class Group:
         command = f"`enginepool worker --connect ADDRESS --group {self.name}`"
         return f"no worker is connected and the pool starts none (workers = 0); {command} starts one"
 
-    def expect(self) -> None:
-        """Call when slots were made, or a worker was ready."""
-        classes = 0
-        for packed, bit, seen in ((False, PLAIN, self.plain), (True, PACKED, self.packed)):
-            if seen is not None or any(slot.packed == packed for slot in self.slots):
-                classes |= bit
-        self.expected = classes or PLAIN | PACKED
-
-    def classify(self, request: Request, classes: int) -> None:
-        """The classes of workers that can serve `request`, some or all of those that are expected."""
-        if listed := self.only.get(request.classes):
-            listed.pop(request, None)
-        request.classes = classes
-        if classes != self.expected:
-            self.only[classes][request] = None
-
-    def confined(self, classes: int) -> list[Request]:
-        """The requests that no other than these classes of workers can serve."""
-        if not self.expected & ~classes:
-            return list(self.live)
-        return [request for class_, requests in self.only.items() if not class_ & ~classes for request in requests]
-
-    @property
-    def sizes(self) -> Capabilities | None:
-        """Of a worker, for the sizes of answers; None before one was ready."""
-        return self.plain or self.packed
-
     @property
     def mixed(self) -> bool:
-        """Its plain workers generate and run rows."""
-        return self.plain is not None and self.plain.mixed
-
-    @property
-    def unservable(self) -> int:
-        """Classes of workers that run nothing: gone for good, or without the committed weights."""
-        return self.weights_lost_classes | sum(self.retired_classes)
-
-    def why_down(self, classes: int) -> str:
-        """Why none of `classes` will ever run anything here again, or ""."""
-        if self.down:
-            return self.down
-        left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.retired_classes]
-        return "" if left else next(why for bit, why in self.retired_classes.items() if classes & bit)
+        """Its workers generate and run rows."""
+        return self.capabilities is not None and self.capabilities.mixed

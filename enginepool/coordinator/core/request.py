@@ -20,7 +20,6 @@ from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.messages import FrameSpec, TaskId
 from enginepool.protocol.ragged import Offsets
 
@@ -66,9 +65,9 @@ class Request:
     """A request until its final answer."""
 
     __slots__ = (
-        "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "exact_version",
+        "answer", "arrival", "attempts", "back", "bystander", "client", "deadline", "evidence", "exact_version",
         "flying", "forwards", "generation", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets",
-        "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work", "workers",
+        "packs", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work", "workers",
     )  # fmt: skip
 
     def __init__(self, client: Client, group: "Group", asked: Submit, answer: int, held: int, seq: int) -> None:
@@ -84,8 +83,8 @@ class Request:
         self.key = -float(priority) if ageing_s is None else now - priority * ageing_s
         #: arrival number; breaks ties, and survives a return to the queue
         self.seq = seq
-        #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
-        self.classes = PLAIN
+        #: its rows may be packed; its lane in a queue follows from that
+        self.packs = False
         #: bytes of its answer, and of the request and its answer together, as they are charged (`memory.py`)
         self.answer = answer
         self.held = held
@@ -173,10 +172,21 @@ class RunningBatch:
     """Rows that a worker runs as one forward."""
 
     __slots__ = (
-        "adapter", "adapter_version", "at", "cost", "counted", "deadline", "id", "late", "rows", "slices", "trial", "worker",
+        "adapter", "adapter_version", "at", "cost", "counted", "deadline", "id", "late", "packed", "rows", "slices", "trial",
+        "worker",
     )  # fmt: skip
 
-    def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
+    def __init__(
+        self,
+        id: TaskId,
+        worker: "Worker",
+        slices: list[Slice],
+        cost: int,
+        rows: int,
+        *,
+        trial: bool = False,
+        packed: bool = False,
+    ) -> None:
         self.id = id
         self.worker = worker
         self.slices = slices
@@ -188,6 +198,8 @@ class RunningBatch:
         self.late = 0.0
         #: a suspect runs alone in it
         self.trial = trial
+        #: its rows are packed
+        self.packed = packed
         #: a task to generate: how many tokens each of its sequences had when it began
         self.at = 0
         #: a task to generate: its worker has said how many tokens of its prompt were cached

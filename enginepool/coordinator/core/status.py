@@ -15,7 +15,6 @@ from enginepool.coordinator.core.states import SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.limits import limits_of
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.errors import brief
 from enginepool.protocol.messages import AdapterStatus, ClientStatus, GroupStatus, StatusReport, WorkerStatus
 
@@ -98,7 +97,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
             AdapterStatus(one.name, one.version, one.digest, "" if one.nbytes else brief(one.path), one.nbytes)
             for one in sorted(group.adapters.committed.values(), key=lambda one: one.name)
         ],
-        limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
+        limits=limits_of(group.capabilities, items),
     )
 
 
@@ -126,7 +125,6 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         silent_s=round(core.now - worker.heard, 3),
         detail=_detail(worker.detail, slot),
         restarts=slot.restarts if slot is not None else 0,
-        packed=worker.class_ == PACKED,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,
         asleep=sorted(worker.asleep),
@@ -137,7 +135,9 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
 def _engine(worker: Worker) -> dict[str, Any]:
     """What it says of its engine, once it is loaded."""
     can = worker.capabilities
-    return {} if can is None else {"engine": can.engine, "device": can.device, "dtype": can.dtype, "parallel": can.parallel}
+    if can is None:
+        return {}
+    return {"engine": can.engine, "device": can.device, "dtype": can.dtype, "parallel": can.parallel, "packed": can.packs}
 
 
 def _lost(core: Context, group: Group) -> list[WorkerStatus]:
@@ -189,5 +189,4 @@ def _absent(slot: WorkerSlot) -> WorkerStatus:
         stage=stage,
         detail=slot.retired_reason or _detail(slot.end_reason, slot),
         restarts=slot.restarts,
-        packed=slot.packed,
     )

@@ -58,7 +58,7 @@ def _enter(core: Context, worker: Worker, state: WorkerState) -> None:
     worker.state = state
     if group.reserved_worker is worker and state is not WorkerState.RESERVED:
         group.reserved_worker = None
-    worker.routing.update(worker)
+    worker.group.routing.update(worker)
     core.wake(group)
 
 
@@ -130,8 +130,8 @@ def commit_adapter(core: Context, group: Group, name: str, adapter: AdapterVersi
     if adapter is not None:
         adapters.committed[name] = adapter
     adapters.stale = True
-    if group.plain is not None:
-        group.plain = replace(group.plain, adapters=adapters.names)
+    if group.capabilities is not None:
+        group.capabilities = replace(group.capabilities, adapters=adapters.names)
     for worker in group.workers.values():
         facts_changed(core, worker)
 
@@ -177,7 +177,7 @@ def hold(core: Context, group: Group) -> None:
     group.on_hold = True
     release_reserved(core, group)
     for worker in group.workers.values():
-        worker.routing.update(worker)
+        worker.group.routing.update(worker)
 
 
 def release(core: Context, group: Group) -> None:
@@ -187,7 +187,7 @@ def release(core: Context, group: Group) -> None:
     group.on_hold = core.keep_workers or group.holds.whole or (update is not None and update.holds_group)
     for worker in group.workers.values():
         facts_changed(core, worker)
-        worker.routing.update(worker)
+        worker.group.routing.update(worker)
     core.wake(group)
 
 
@@ -217,7 +217,7 @@ def start_batch(batch: RunningBatch) -> None:
         worker.sequences += batch.rows
         worker.priorities[request.priority] = worker.priorities.get(request.priority, 0) + 1
     if not batch.trial:
-        worker.routing.moved(worker)
+        worker.group.routing.moved(worker)
 
 
 def end_batch(core: Context, batch: RunningBatch) -> None:
@@ -242,7 +242,7 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
     elif worker.state is WorkerState.LATE:
         facts_changed(core, worker)
     elif worker.stamp:
-        worker.routing.moved(worker)
+        worker.group.routing.moved(worker)
     core.wake(worker.group)
 
 
@@ -256,7 +256,7 @@ def shrink_batch(core: Context, batch: RunningBatch, cost: int) -> None:
     worker.sequences -= 1
     worker.sequence_tokens -= cost
     if worker.stamp:
-        worker.routing.moved(worker)
+        worker.group.routing.moved(worker)
     core.wake(worker.group)
 
 

@@ -12,7 +12,6 @@ from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Capabilities, TaskId
 from enginepool.protocol.messages.control import MemoryTag
 
@@ -27,9 +26,9 @@ class Worker:
     __slots__ = (
         "adapters", "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest",
         "done", "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
-        "missing_weights", "name", "named", "order", "pace", "pid", "priorities", "prompt_tokens", "restore_due", "routing",
-        "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts",
-        "unread_media", "version",
+        "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
+        "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp",
+        "state", "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -54,12 +53,13 @@ class Worker:
         #: what it said it can do, and how much of that it is given; None before it was ready
         self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
-        #: what its forwards cost, as it said and as was learned since; None: it does not matter
+        #: what plain and packed forwards cost, as it said and as was learned since; None: it does not matter
         self.pace: ForwardCostModel | None = None
+        self.packed_pace: ForwardCostModel | None = None
+        #: of the latest batches that could be either, so many in a row were packed, or (negative) plain
+        self.packed_in_a_row = 0
         #: what it was told to start with
         self.halvings = group.halvings
-        #: of its class; it is told what changes here
-        self.routing = group.routing
         #: of the weights in its engine, as it says; run and version of those that a coordinator called committed last
         self.version = 0
         self.digest = ""
@@ -82,23 +82,15 @@ class Worker:
         self.generations = self.sequence_tokens = self.sequences = 0
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
-        #: text requests that it has, in the order in which it got them and tokenizes them, and when each must be done: that of
-        #: the first one counts
+        #: its text requests, in the order in which it tokenizes them, and when each must be done; that of the first one counts
         self.texts: OrderedDict[TaskId, tuple[Request, float]] = OrderedDict()
         #: bytes of `texts`
         self.text_bytes = 0
         self.done = 0
         #: tokens of the prompts that it began with, and of them, those that its engine had in its prefix cache
         self.prompt_tokens = self.cached_tokens = 0
-        #: number of its newest entry in the routing; 0: none is valid
+        #: number of its newest entry in the routing, which is told what changes here; 0: none is valid
         self.stamp = 0
-
-    @property
-    def class_(self) -> int:
-        """PLAIN or PACKED. An external worker counts as PLAIN until its first `ready`."""
-        if self.capabilities is not None:
-            return PACKED if self.capabilities.packed else PLAIN
-        return PACKED if self.slot is not None and self.slot.packed else PLAIN
 
     @property
     def lost(self) -> bool:

@@ -18,15 +18,13 @@ class WorkerSlot:
 
     __slots__ = (
         "adopted", "due", "end_reason", "failure_signature", "group", "incarnation", "index", "loss_excused", "loss_times",
-        "on_uncommitted", "packed", "planned_restart", "previous_end", "restarts", "retired_reason", "same_failures",
+        "on_uncommitted", "planned_restart", "previous_end", "restarts", "retired_reason", "same_failures",
         "short_runs", "start_failure", "started_at", "state", "uncommitted_weights", "unstartable", "was_ready",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
         self.group = group
         self.index = index
-        #: the class of its workers
-        self.packed = index >= group.config.workers - group.config.packed_workers
         self.state = SlotState.BACKOFF
         #: the process that is up or ending; "" otherwise
         self.incarnation = ""

@@ -40,7 +40,7 @@ def impossible(can: Capabilities) -> str:
         and can.hidden >= 0
         and (0 < min(can.experts) <= max(can.experts) <= MAX_EXPERTS or can.experts == (0, 0))
         and can.max_item >= 0
-        and can.pace >= 0
+        and min(can.pace, can.packed_pace) >= 0
         and 0 < can.forward_ms <= MOST_FORWARD_MS
         and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
@@ -66,48 +66,33 @@ def _possible_sequences(can: Capabilities) -> bool:
     own = can.sequences, can.sequence_tokens, can.sequence_context
     if "generate" not in can.operations or len(can.operations) == 1:
         return own == (0, 0, 0)
-    return min(own) > 0 and not can.packed and can.sequence_context <= min(can.sequence_tokens, MAX_CONTEXT)
+    return min(own) > 0 and not can.packs and can.sequence_context <= min(can.sequence_tokens, MAX_CONTEXT)
 
 
-#: capabilities that all workers of a group share
-_MODEL = ("kind", "vocab", "labels", "text", "token_bytes", "separator", "activation")
-#: capabilities in which also workers of one class may differ; they share all others
-_OWN = ("model", "engine", "device", "dtype", "parallel", "pace", "forward_ms", "halvings", "reserved")
-_CLASS = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
+#: capabilities in which workers of a group may differ; they share all others
+_OWN = ("model", "engine", "device", "dtype", "parallel", "pace", "packed_pace", "forward_ms", "halvings", "reserved")
+_SHARED = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:
     """Why a worker with capabilities `can` does not belong to a group that has a worker with `first`, or ""."""
-    for key in _CLASS if first.packed == can.packed else _MODEL:
+    for key in _SHARED:
         if getattr(first, key) != getattr(can, key):
             return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
     return ""
 
 
 def stranger(worker: Worker, can: Capabilities) -> str:
-    """Why a worker with these capabilities does not belong into its slot or its group, or ""."""
+    """Why a worker with these capabilities does not belong into its group, or ""."""
     if wrong := impossible(can):
         return wrong
-    slot, before = worker.slot, worker.capabilities
-    if (slot is not None and slot.packed != can.packed) or (before is not None and before.packed != can.packed):
-        return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
-    for first in (worker.group.plain, worker.group.packed):
-        if first is not None and _others(worker, first.packed) and (wrong := differs(first, can)):
-            return wrong
-    return ""
+    first = worker.group.capabilities
+    return "" if first is None or alone(worker) else differs(first, can)
 
 
-def alone_in_class(worker: Worker, can: Capabilities) -> bool:
-    """Whether no other worker of its class in its group is or was ready."""
-    return not _others(worker, can.packed)
-
-
-def _others(worker: Worker, packed: bool) -> bool:
-    """Whether another worker in its group is or was ready and is packed, or is plain where `packed` is False."""
-    for other in worker.group.workers.values():
-        if other is not worker and other.capabilities is not None and other.capabilities.packed == packed:
-            return True
-    return False
+def alone(worker: Worker) -> bool:
+    """Whether no other worker of its group is or was ready."""
+    return not any(other is not worker and other.capabilities is not None for other in worker.group.workers.values())
 
 
 def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:

@@ -12,7 +12,6 @@ from enginepool.coordinator.core.transitions import leave, revive
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 
 #: names of workers that an error lists
 _LISTED = 8
@@ -98,4 +97,3 @@ class PlannedRestarts:
         slot.loss_times, slot.short_runs, slot.same_failures, slot.failure_signature = [], 0, 0, ""
         slot.start_failure, slot.unstartable = "", False
         group.down = ""
-        group.retired_classes.pop(PACKED if slot.packed else PLAIN, None)

@@ -8,7 +8,7 @@ from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.secondary import WorkerLoaded
 from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, end_text, report_stage
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
+from enginepool.coordinator.fleet.checks import alone, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
 from enginepool.coordinator.requests import exact_version, generations, texts
 from enginepool.coordinator.requests.cached_prompts import count_cached
@@ -18,7 +18,7 @@ from enginepool.coordinator.requests.routed_experts import take_experts
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
 from enginepool.protocol.capabilities import halved
-from enginepool.protocol.messages import ErrorReply, Idle, Pong, Ready, Stage
+from enginepool.protocol.messages import Capabilities, ErrorReply, Idle, Pong, Ready, Stage
 
 
 class WorkerReports:
@@ -36,7 +36,7 @@ class WorkerReports:
             report_stage(self.core, worker, message.stage)
 
     def ready(self, worker: Worker, message: Ready) -> None:
-        """A worker's engine is ready. The first one of a class sets the limits of that class."""
+        """A worker's engine is ready. The first one of a group sets its limits."""
         group, can = worker.group, message.capabilities
         if not impossible(can):
             if can.halvings > group.halvings:
@@ -49,15 +49,13 @@ class WorkerReports:
             failed_to_start(worker, wrong)
             self.workers.lose(worker, f"it does not fit: {wrong}", kill=True)
             return
-        alone = alone_in_class(worker, can)
+        first = alone(worker)
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
             self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
         worker.declared, worker.capabilities = message.capabilities, can
-        forward_s = can.forward_ms / 1000
-        if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
-            worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
-        worker.routing = group.packed_routing if can.packed else group.routing
+        worker.pace = _model(worker.pace, can.pace, can)
+        worker.packed_pace = _model(worker.packed_pace, can.packs and (can.packed_pace or can.pace), can)
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.asleep = frozenset(message.asleep)
         worker.detail = ""
@@ -65,24 +63,15 @@ class WorkerReports:
         worker.adapters.say(message.adapters)
         group.adapters.stale = group.adapters.stale or bool(message.adapters or group.adapters.committed)
         report_stage(self.core, worker, "ready")
-        known = group.packed if can.packed else group.plain
-        if alone:
-            if can.packed:
-                group.packed = can
-            else:
-                group.plain = can
+        known = group.capabilities
+        if first:
+            group.capabilities = can
         if worker.slot is not None:
             worker.slot.previous_end = ""
             worker.slot.was_ready, worker.slot.same_failures = True, 0
         group.down = ""
-        group.retired_classes.pop(worker.class_, None)
-        if alone:
-            expected = group.expected
-            group.expect()
-            if known is None or group.expected != expected or differs(known, can):
-                self.requests.recheck(group)
-        # It may have been the last worker whose kind, plain or packed, was not known.
-        self.workers.slots.maybe_down(group)
+        if first and (known is None or differs(known, can)):
+            self.requests.recheck(group)
         if not worker.holds:
             # It was loading weights of an earlier coordinator, and got work meanwhile, which it drops when it restores.
             self.workers.recall(worker)
@@ -129,10 +118,14 @@ class WorkerReports:
             group.first_answer = None
             self.core.effects.append(KeepHistory(group.name, list(group.history)))
         group.speed.add(e.run_us / 1e6, batch.cost)
-        if worker.pace is not None:
+        pace, other = (worker.packed_pace, worker.pace) if batch.packed else (worker.pace, worker.packed_pace)
+        if pace is not None:
             # Next to sequences a batch also takes the time of their steps, which no number of the model stands for.
             fits = not worker.generations and usual(batch, e)
-            worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=fits)
+            pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=fits)
+        if other is not None:
+            # It learns nothing, and knows that the engine has computed something else until now.
+            other.done(e.now, 0.0, 0, 0, fits=False)
         self.requests.outcome(batch, e)
 
     def generated(self, e: ev.TokensGenerated) -> None:
@@ -192,3 +185,11 @@ class WorkerReports:
             self.requests.returned(batch)
         if text is not None:
             put_text_back(text)
+
+
+def _model(known: ForwardCostModel | None, pace: int, can: Capabilities) -> ForwardCostModel | None:
+    """The cost model of a worker that declares this pace: the one that is `known`, unless it declared another one before."""
+    forward_s = can.forward_ms / 1000
+    if known is not None and (known.said, known.forward_s) == (pace, forward_s):
+        return known
+    return ForwardCostModel(pace, forward_s) if pace else None

@@ -19,7 +19,6 @@ from enginepool.coordinator.core.transitions import back_off, end_slot, retire, 
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.failures import signature
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 
 #: seconds after which a running process resets the backoff of its slot
 STEADY_S = 60.0
@@ -49,7 +48,6 @@ class WorkerSlots:
                 slot.adopted = True
             elif not group.holds.wanted(slot.name):
                 self._start(slot)
-        group.expect()
 
     def _start(self, slot: WorkerSlot) -> None:
         core, name = self.core, slot.group.name
@@ -153,29 +151,13 @@ class WorkerSlots:
             self.core.log(f"worker {slot.name} is given up: {slot.retired_reason}; {command} starts it again")
 
     def maybe_down(self, group: Group) -> None:
-        """Fail the requests of `group` if no worker will ever run there again, or no worker of a class that they need."""
+        """Fail the requests of `group` if no worker will ever run there again."""
         if self.core.draining or not group.slots:
             return
-        for packed in (False, True):
-            self._maybe_gone(group, packed)
         if group.workers or any(slot.state is not SlotState.RETIRED for slot in group.slots):
             return
         group.down = f"group {group.name!r}: no worker is left and none will be restarted: {_why(group.slots)}"
         self.requests.fail_all(group, "pool_down", group.down)
-
-    def _maybe_gone(self, group: Group, packed: bool) -> None:
-        bit, plain = PACKED if packed else PLAIN, group.config.workers - group.config.packed_workers
-        slots = group.slots[plain:] if packed else group.slots[:plain]
-        if not slots or bit in group.retired_classes or any(slot.state is not SlotState.RETIRED for slot in slots):
-            return
-        if not group.workers and len(slots) == len(group.slots):
-            return  # the whole group is down
-        if any(worker.class_ == bit for worker in group.workers.values()):
-            return
-        name = "packed" if packed else "plain"
-        left = f"no {name} worker is left and none will be restarted"
-        group.retired_classes[bit] = f"group {group.name!r}: {left}: {_why(slots)}"
-        self.requests.fail_unservable(group)
 
     def watch(self) -> None:
         """Start processes whose backoff is over, and kill processes that did not register in time."""

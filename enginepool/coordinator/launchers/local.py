@@ -38,6 +38,7 @@ COMMAND = (sys.executable, "-m", "enginepool.workers.main")
 KEPT_LOGS = 20
 #: fields of a group's configuration that its workers are started with as they are
 _GROUP_FIELDS = (
+    "packing", "cached_query_tokens",
     "engine", "model", "operations", "device", "dtype", "options", "max_batch_tokens", "max_batch_rows",
     "forwards_in_flight", "reserve_staging", "checkpoint_roots", "adapter_roots", "media_root", "media_urls",
     "profile_root", "save_roots", "kernel_cache",
@@ -186,13 +187,10 @@ class LocalLauncher:
     def _spec(self, group: str, index: int, incarnation: str, weights: GroupWeights | None, stager: str) -> dict[str, Any]:
         """The worker's configuration."""
         config, timing = self._config.groups[group], self._config.timing
-        packed = index >= config.workers - config.packed_workers
         spec: dict[str, Any] = {name: getattr(config, name) for name in _GROUP_FIELDS} | {
             "endpoint": self._context.endpoint,
             "group": group,
             "incarnation": incarnation,
-            "packed": packed,
-            "cached_query_tokens": None if packed else config.cached_query_tokens,
             "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
             "keys": self._key,
             "external": self._context.external,

@@ -50,7 +50,7 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     address: where the coordinator listens for workers.
     group: the name of the group; "": the only one.
-    workers: how many to start; the last `packed_workers` of them score packed.
+    workers: how many to start.
     gpus: for each worker the GPUs that it sees; empty: each worker gets its own ones.
     model: where the model is on this host; "": as the group names it.
     directory: for logs, records and sockets; one unit at a time; "": one for each group under `address.STATE_DIR`.
@@ -60,7 +60,6 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     group: str = ""
     workers: int = 1
-    packed_workers: int = 0
     gpus: list[str] = []
     model: str = ""
     directory: str = ""
@@ -110,7 +109,6 @@ def pool_config(unit: UnitConfig, settings: WorkerSettings, directory: Path) -> 
         group,
         model=unit.model or group.model,
         workers=unit.workers,
-        packed_workers=unit.packed_workers,
         gpus=unit.gpus,
     )
     config = PoolConfig({settings.group: group}, state_dir=str(directory), timing=Timing(drain_s=settings.drain_s))

@@ -7,7 +7,7 @@ it is. A request that was interrupted runs again. The operation answers these qu
     open             is the message a valid request, and what does it weigh?
     refuse           can a worker of these capabilities serve it?
     impossible       does a worker say of itself what cannot be?
-    packs            can packed workers serve it, which join rows of one query into a sequence?
+    packs            can its rows be packed, joined into sequences that begin with the query?
     outputs          which frames does its answer have? Memory is charged by them, and a worker's answer is checked by them.
     tokenize         what is a worker asked that turns its text into ids?
 
@@ -78,7 +78,7 @@ class Operation(Protocol[W]):
     truncates: Literal["items", "query"] = "items"
     #: the tokens that all rows of a text begin with may be computed once
     shares: bool = False
-    #: a worker's tokenizer answers it, and no engine runs it: workers of all kinds serve it
+    #: a worker's tokenizer answers it, and no engine runs it: all workers serve it
     of_tokenizer: bool = False
 
     def open(self, message: Any, frames: Sequence[Buffer]) -> Work:
@@ -89,11 +89,8 @@ class Operation(Protocol[W]):
         """
         ...
 
-    def refuse(self, work: W, can: Capabilities, *, alone: bool = True) -> WireError | None:
-        """Why plain workers of these capabilities cannot serve `work`, or None.
-
-        Without `alone`, only reasons that hold for every worker of this model, of any size and class.
-        """
+    def refuse(self, work: W, can: Capabilities) -> WireError | None:
+        """Why workers of these capabilities cannot serve `work`, or None."""
         ...
 
     def impossible(self, can: Capabilities) -> bool:
@@ -101,12 +98,8 @@ class Operation(Protocol[W]):
         return False
 
     def packs(self, work: W, can: Capabilities) -> bool:
-        """Whether packed workers of these capabilities can serve `work`."""
+        """Whether workers of these capabilities may compute `work` packed."""
         return False
-
-    def why_not_packed(self, work: W, can: Capabilities) -> WireError:
-        """Why they cannot, for a group that has no other workers."""
-        return bad("type", f"type: {self.name} needs plain workers, and this group has packed workers only", "")
 
     def outputs(self, work: W, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         """(name, columns) of the frames of its answer, which have one row for each row of `work`: float32, but for `ID_FRAMES`.
@@ -166,8 +159,8 @@ def check_ragged(
 
 
 def signature(number: int, variant: int = 0) -> int:
-    """Of the works of operation `number` that can share a batch. The two lowest bits are free for the classes of workers."""
-    return (number << 4 | variant) << 2
+    """Of the works of operation `number` that can share a batch. The lowest bit is free: whether they can be packed."""
+    return (number << 4 | variant) << 1
 
 
 #: The operation whose rows are sequences, which have slots and no batches.
@@ -176,7 +169,7 @@ GENERATION = 2
 
 def of_sequences(signature: int) -> bool:
     """Whether works of this signature are generated."""
-    return signature >> 6 == GENERATION
+    return signature >> 5 == GENERATION
 
 
 class RequestMessage(Protocol):
@@ -229,7 +222,7 @@ def refuse_ids(work: Work, can: Capabilities) -> WireError | None:
 
 
 def refuse_length(work: Work, can: Capabilities) -> WireError | None:
-    """Why a plain worker of these capabilities cannot take the longest row of `work`, or None."""
+    """Why a worker of these capabilities cannot take the longest row of `work`, or None."""
     if work.text or (work.longest <= can.context and work.longest < can.inflight_tokens - can.page + 2):
         return None
     longest = longest_row(can)

@@ -29,7 +29,7 @@ class DecodeOperation(TokenizerOperation[DecodeWork]):
     def open(self, message: Decode, frames: Sequence[Buffer]) -> DecodeWork:
         return self.read(DecodeWork, message, frames, skip_special_tokens=message.skip_special_tokens)
 
-    def refuse(self, work: DecodeWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: DecodeWork, can: Capabilities) -> WireError | None:
         if not can.token_bytes:
             return bad("type", "type: decode needs a tokenizer, and the workers of this group have none that decodes", "")
         return id_outside(work.frames, can.vocab) if work.max_id >= can.vocab else None

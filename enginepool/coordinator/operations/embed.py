@@ -36,12 +36,12 @@ class EmbedOperation(Operation[Work]):
             truncation=message.truncation,
         )  # fmt: skip
 
-    def refuse(self, work: Work, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: Work, can: Capabilities) -> WireError | None:
         dimensions = work.part.dimensions
         if dimensions > can.embedding or (dimensions and can.dimensions and dimensions not in can.dimensions):
             sizes = ", ".join(map(str, can.dimensions)) or f"1..{can.embedding}"
             return bad("dimensions", f"dimensions: {dimensions}; this model was trained for {sizes}", sizes)
-        return refuse_ids(work, can) or (refuse_length(work, can) if alone else None)
+        return refuse_ids(work, can) or refuse_length(work, can)
 
     def impossible(self, can: Capabilities) -> bool:
         embeds = self.name in can.operations

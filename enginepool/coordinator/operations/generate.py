@@ -144,7 +144,7 @@ class GenerateOperation(Operation[GenerateWork]):
             adapter=message.adapter,
         )  # fmt: skip
 
-    def refuse(self, work: GenerateWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: GenerateWork, can: Capabilities) -> WireError | None:
         sampling = work.sampling
         for name in ("stop_token_ids", "logit_bias", *MASKS):
             largest = max(map(int, getattr(sampling, name) or ()), default=-1)

@@ -53,13 +53,13 @@ class LogprobsOperation(Operation[Work]):
             len(labels), truncation=message.truncation,
         )  # fmt: skip
 
-    def refuse(self, work: Work, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: Work, can: Capabilities) -> WireError | None:
         labels = work.part.labels
         if labels and (label := max(labels)) >= can.vocab:
             return bad("labels", f"labels: id {label} is outside the vocabulary of {can.vocab}", str(can.vocab))
         if (top := work.part.top_logprobs) > can.vocab:
             return bad("top_logprobs", f"top_logprobs: {top}; the vocabulary has {can.vocab} tokens", str(can.vocab))
-        return refuse_ids(work, can) or (refuse_length(work, can) if alone else None)
+        return refuse_ids(work, can) or refuse_length(work, can)
 
     def outputs(self, work: Work, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         part = work.part

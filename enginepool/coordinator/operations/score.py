@@ -15,7 +15,7 @@ from enginepool.protocol.chat import MAX_CHAT_BYTES, MAX_TEMPLATE_TOKENS, ChatTe
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
-from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
+from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows
 from enginepool.protocol.row_labels import LABELS_FRAME, check_row_labels
 
 _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
@@ -80,7 +80,7 @@ class ScoreOperation(Operation[ScoreWork]):
             message.raw or chat is not None, label_texts, chat,
         )  # fmt: skip
 
-    def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: ScoreWork, can: Capabilities) -> WireError | None:
         if work.label_texts and not can.text:
             return bad("label_texts", "label_texts: the model has no tokenizer: name labels by their token ids", "0")
         if work.chat is not None and work.text and "chat_template" not in can.features:
@@ -102,8 +102,6 @@ class ScoreOperation(Operation[ScoreWork]):
                 return bad("truncation", text, "error")
             if wrong := _check_separated(work, can.separator):
                 return wrong
-        if not alone:
-            return None
         if work.part.hidden and not can.hidden:
             return bad("hidden", "hidden: this model returns no pooled hidden states", "0")
         return refuse_length(work, can)
@@ -111,35 +109,12 @@ class ScoreOperation(Operation[ScoreWork]):
     def packs(self, work: ScoreWork, can: Capabilities) -> bool:
         """A row has a sequence of its own at worst: two delimiters."""
         return (
-            work.shared > 0
+            can.packs
+            and work.shared > 0
             and not work.row_labels
             and work.longest - work.shared <= can.max_item
             and work.longest + 2 <= longest_row(can)
-            and (can.hidden > 0 or not work.part.hidden)
         )
-
-    def why_not_packed(self, work: ScoreWork, can: Capabilities) -> WireError:
-        only = "this group has packed workers only"
-        if work.text:
-            return bad("query", f"query: text is for plain workers, and {only}", "")
-        if work.part.hidden and not can.hidden:
-            return bad("hidden", f"hidden: not from packed workers, and {only}", "0")
-        if work.row_labels:
-            return bad("labels", f"labels: of each row its own, which packed workers do not score, and {only}", "")
-        if work.part.item_first:
-            return bad("item_first", f"item_first: packed rows begin with the query, and {only}", "false")
-        if len(work.part.frames) != 3:
-            return bad("query_lengths", f"query_lengths: packed rows share one query, and {only}", "")
-        query = work.part.frames[0].shape[0]
-        if not query:
-            return bad("query", f"query: empty, so that there is nothing to share, and {only}", "1")
-        longest = min(can.max_item, longest_row(can) - 2 - query)
-        for row, length in enumerate(row_lengths(work.frames)):
-            item = length - query
-            if not 0 < item <= longest:
-                text = f"items[{row}]: {item} tokens after a query of {query}; 1 to {longest}, for {only}"
-                return bad(f"items[{row}]", text, str(longest))
-        raise AssertionError("it can be packed")
 
     def outputs(self, work: ScoreWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         labels = work.columns or (UNKNOWN_LABELS if can is None else can.labels)

@@ -28,7 +28,7 @@ class TokenizeOperation(TokenizerOperation[TokenizeWork]):
     def open(self, message: TokenizeTexts, frames: Sequence[Buffer]) -> TokenizeWork:
         return self.read(TokenizeWork, message, frames, add_special_tokens=message.add_special_tokens)
 
-    def refuse(self, work: TokenizeWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    def refuse(self, work: TokenizeWork, can: Capabilities) -> WireError | None:
         if can.text:
             return None
         return bad("type", "type: tokenize needs a tokenizer, and the workers of this group have none", "")

@@ -18,19 +18,8 @@ from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, bad, read_rows
 Lengths = npt.NDArray[np.int64]
 
 
-def longest_rows(plain: Capabilities | None, packed: Capabilities | None, *, plain_expected: bool) -> tuple[int, int]:
-    """(ids of the longest row, ids of the longest item) that the workers of a group take; zeros while that is not known."""
-    if plain is not None:
-        longest = longest_row(plain)
-        return longest, longest
-    if packed is None or plain_expected:
-        return 0, 0
-    longest = longest_row(packed) - 2
-    return longest, min(packed.max_item, longest)
-
-
-def truncate(work: Work, longest: int, item: int) -> Work:
-    """`work` of ids with rows of at most `longest` ids, and items of at most `item`.
+def truncate(work: Work, longest: int) -> Work:
+    """`work` of ids with rows of at most `longest` ids.
 
     Raises:
         WireError: `bad_request`: of a row no id would be left of what is cut.
@@ -42,7 +31,7 @@ def truncate(work: Work, longest: int, item: int) -> Work:
     else:
         queries = np.full(rows, len(frames[0]) // 4 if len(frames) == 3 else 0, np.int64)
     if work.operation.truncates == "items":
-        kept, cut, room = queries, items, np.minimum(longest - queries, item)
+        kept, cut, room = queries, items, longest - queries
     else:
         kept, cut, room = items, queries, longest - items
     if len(frames) == 3 and work.operation.truncates == "query":
@@ -101,15 +90,15 @@ def _with_frames(work: Work, frames: Sequence[Buffer], truncated: int) -> Work:
     )
 
 
-def fitted(work: Work, plain: Capabilities | None, packed: Capabilities | None, *, plain_expected: bool) -> Work:
+def fitted(work: Work, can: Capabilities | None) -> Work:
     """`work`, truncated to what the workers of its group take, as far as it asks for that and they are known.
 
     Raises:
         WireError: as `truncate`.
     """
-    if work.truncation not in ("left", "right") or work.text:
+    if work.truncation not in ("left", "right") or work.text or can is None:
         return work
-    longest, item = longest_rows(plain, packed, plain_expected=plain_expected)
-    if not longest or (work.longest <= longest and work.longest <= item):
+    longest = longest_row(can)
+    if work.longest <= longest:
         return work
-    return truncate(work, longest, item)
+    return truncate(work, longest)

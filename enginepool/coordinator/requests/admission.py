@@ -20,14 +20,13 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.exact_version import passed
-from enginepool.coordinator.requests.fitting import fitting
+from enginepool.coordinator.requests.fitting import can_be_packed, fitting, refusal
 from enginepool.coordinator.requests.generations import answer as answer_generation
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
-from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply
 
@@ -58,14 +57,11 @@ class Admission:
                 core.effects.append(ToClient(e.link, out_of_memory(e.id)))
                 return
             e = replace(e, work=work)
-        classes = classes_of(work, group.plain, group.packed, group.expected)
-        if not isinstance(classes, int):
-            core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
+        can = group.capabilities
+        if wrong := refusal(work, can):
+            core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
             return
-        if group.retired_classes and (why := group.why_down(classes)):
-            core.refuse(e.link, e.id, "pool_down", why)
-            return
-        if group.weights_lost and not classes & ~group.unservable:
+        if group.weights_lost:
             core.refuse(e.link, e.id, "needs_weights", group.weights_lost)
             return
         if e.exact_version is not None and e.exact_version < group.version:
@@ -73,7 +69,6 @@ class Admission:
             core.refuse(e.link, e.id, "version_passed", why, field="version", limit=limit)
             return
         limits = core.config.limits
-        can = group.plain or group.packed
         answer, held = work.charge or charge(work, can)
         if 2 * work.rows > limits.queue_items:
             # Waiting would not help: it is more than an empty queue takes of one client.
@@ -95,7 +90,7 @@ class Admission:
             self._busy(e, group, bound, getattr(limits, bound))
         else:
             core.make_room(held, e.outboxes)
-            self._accept(client, group, e, classes, answer, held)
+            self._accept(client, group, e, answer, held)
 
     def _full(self, client: Client, e: ev.Submit, held: int) -> str:
         """A client would have more than is left. The bound without room, or "" where lower priorities make room."""
@@ -150,17 +145,14 @@ class Admission:
         if field in ("queue_items", "buffer_bytes"):
             self.core.refuse_for_room(field, limit)
 
-    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int, answer: int, held: int) -> None:
+    def _accept(self, client: Client, group: Group, e: ev.Submit, answer: int, held: int) -> None:
         core = self.core
         work = e.work
         core.seq += 1
         request = Request(client, group, e, answer, held, core.seq)
         client.live[e.id] = request
         group.live[request] = None
-        if classes == group.expected:
-            request.classes = classes
-        else:
-            group.classify(request, classes)
+        request.packs = can_be_packed(work, group.capabilities)
         client.nbytes += held
         client.rows += work.rows
         core.live_rows += work.rows
@@ -199,6 +191,6 @@ class Admission:
 
 def _busy(id: int, group: Group, field: str, limit: int, text: str) -> ErrorReply:
     """To be sent again when about half of what waits is done, in 20 ms at the earliest and 5 s at the latest."""
-    wait = group.speed.token_s * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
+    wait = group.speed.token_s * group.tokens / max(1, group.routing.open) / 2
     retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
     return ErrorReply("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)

@@ -295,7 +295,7 @@ def stop_tasks(core: Context, tasks: Iterable[RunningBatch]) -> None:
 
 def sizes(request: Request) -> str:
     """What a worker had to hold for a request, and what it is given at once: for an error."""
-    work, state, can = request.work, request.generation, request.group.plain or request.group.packed
+    work, state, can = request.work, request.generation, request.group.capabilities
     text = f"{work.rows} rows of up to {work.longest} tokens"
     most_rows, most_tokens = (0, 0) if can is None else (can.inflight_rows, can.inflight_tokens)
     if state is not None and isinstance(work, GenerateWork):
@@ -328,7 +328,7 @@ def answer(requests: StreamRequests, request: Request) -> None:
     )
     if any(sequence.adapters for sequence in state.sequences):
         empty.adapters = [list(sequence.adapters) for sequence in state.sequences]
-    can = request.group.sizes
+    can = request.group.capabilities
     experts = None if not work.routed_experts else (0, 0) if can is None else can.experts
     message, frames = write_generated(
         empty, answered, work.logprobs, work.top_logprobs, state.prompts, hidden_states=work.hidden_states, experts=experts

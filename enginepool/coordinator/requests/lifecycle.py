@@ -11,13 +11,11 @@ from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
-from enginepool.coordinator.requests.fitting import truncate_waiting
+from enginepool.coordinator.requests.fitting import can_be_packed, refusal, truncate_waiting
 from enginepool.coordinator.requests.generations import interrupted, sizes, stop
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
 from enginepool.coordinator.requests.stream_messages import UnsentTokens
-from enginepool.coordinator.scheduling.queue import ANY
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage
 
@@ -33,8 +31,8 @@ class RequestLifecycle:
         self.core = core
         self.unsent = UnsentTokens(core)
 
-    def classify(self, request: Request) -> bool:
-        """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
+    def check(self, request: Request) -> bool:
+        """Whether its group can serve it, as far as is known now. When it cannot, that is the answer."""
         group = request.group
         try:
             if request.work.truncation and not request.started:
@@ -45,24 +43,24 @@ class RequestLifecycle:
         except MemoryError:
             self.no_memory(request)
             return False
-        classes = classes_of(request.work, group.plain, group.packed, group.expected)
-        if not isinstance(classes, int):
-            self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
-        elif why := group.why_down(classes):
-            self.fail(request, "pool_down", why)
-        elif group.weights_lost and not classes & ~group.unservable:
+        can = group.capabilities
+        if wrong := refusal(request.work, can):
+            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+        elif group.down:
+            self.fail(request, "pool_down", group.down)
+        elif group.weights_lost:
             self.fail(request, "needs_weights", group.weights_lost)
-        elif wrong := too_large(request.work, group.sizes, request.client.max_message, self.core.config.limits):
+        elif wrong := too_large(request.work, can, request.client.max_message, self.core.config.limits):
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         else:
-            group.classify(request, classes)
+            request.packs = can_be_packed(request.work, can)
             self._charge(request)
             return True
         return False
 
     def _charge(self, request: Request) -> None:
         """What the request and its answer take is known better now."""
-        request.answer, held = charge(request.work, request.group.sizes)
+        request.answer, held = charge(request.work, request.group.capabilities)
         more = held - request.held
         request.client.nbytes += more
         self.core.live_bytes += more
@@ -251,8 +249,6 @@ class RequestLifecycle:
             group.cut.pop(request, None)
         if request.exact_version is not None:
             group.exact.discard(request, request.exact_version)
-        if request.classes != group.expected and (listed := group.only.get(request.classes)):
-            listed.pop(request, None)
         held = request.held
         client.nbytes -= held
         client.rows -= work.rows
@@ -293,29 +289,21 @@ class RequestLifecycle:
                 self.fail(request, "deadline_exceeded", text, field="timeout_ms")
                 core.wake(request.group)
 
-    def fail_all(self, group: Group, code: str, message: str, classes: int = ANY) -> None:
-        """Every live request of a group, that no other than these classes of workers can serve, gets this error."""
-        for request in group.confined(classes):
+    def fail_all(self, group: Group, code: str, message: str) -> None:
+        """Every live request of a group gets this error."""
+        for request in list(group.live):
             self.fail(request, code, message)
-
-    def fail_unservable(self, group: Group) -> None:
-        """A class of workers is gone and does not come back: waiting requests that no other class can serve fail."""
-        for request in group.confined(group.unservable):
-            if request.state != RUNNING:
-                why = group.why_down(request.classes)
-                self.fail(request, "pool_down" if why else "needs_weights", why or group.weights_lost)
 
     def recheck(self, group: Group) -> None:
         """The capabilities of the group have changed: check the waiting requests against them."""
         moved = False
-        group.only = {PLAIN: {}, PACKED: {}}
         for request in list(group.live):
-            before = request.classes
+            before = request.packs
             if request.state != RUNNING:
-                self.classify(request)
-            elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
-                group.classify(request, classes)
-            moved = moved or request.classes != before
+                self.check(request)
+            else:
+                request.packs = can_be_packed(request.work, group.capabilities)
+            moved = moved or request.packs != before
         if moved:
             group.queue.sort()
             group.suspects.sort()
@@ -326,7 +314,7 @@ class RequestLifecycle:
         wait without end if it came back to the queue."""
         self.recheck(group)
         for request in [request for request in group.live if request.state == RUNNING]:
-            self.classify(request)
+            self.check(request)
 
     def reweigh(self, group: Group, before: int) -> None:
         """Other weights than those of version `before` are committed: requests that waited for them may run.

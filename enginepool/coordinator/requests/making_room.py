@@ -5,13 +5,12 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.transitions import end_batch
 from enginepool.coordinator.requests.generations import StreamRequests, interrupted, stop_tasks
 from enginepool.coordinator.scheduling.preemption import loses_nothing, to_preempt
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 
 
 def make_room(requests: StreamRequests, group: Group) -> bool:
     """Generations of one worker stop where the head of the queue is more urgent and has no slot. Returns whether it has one
     now."""
-    lane = group.queue.head(PLAIN, sequences=True)
+    lane = group.queue.head(sequences=True)
     return _stop(requests, [] if lane is None else to_preempt(requests.core, lane, group))
 
 
@@ -21,7 +20,7 @@ def empty_reserved(requests: StreamRequests, group: Group) -> bool:
     kept = group.reserved_worker
     if kept is None or not kept.generations:
         return False
-    lane = group.suspects.head(PLAIN)
+    lane = group.suspects.head()
     if lane is None or lane.head is None or lane.head.generation is not None:
         return False
     key, priority, _ = lane[0]

@@ -50,7 +50,7 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
         request.suspect = False
         requests.core.levels.readmit(request)
     enter_request(request, QUEUED)
-    if requests.classify(request):
+    if requests.check(request):
         request.queue.push(request)
 
 

@@ -3,11 +3,11 @@
 A request stays together while it fits a batch of its worker's declared budget, and two forwards at its pace, by which a row
 weighs more than its tokens. A larger one is cut, in row order, into as few batches as can be, of as many rows each: several
 workers, and forwards that follow each other, gain nothing by a small last one. Where another request opens a batch, the next
-rows of one that was cut already fill what is left. A row that alone is over the budget makes a batch of its own. A plain worker
-computes every row from its first token; a packed one computes what a row adds to the sequences of its batch, so there the query
-of one caller is free for the next one that has the same. A plain worker that keeps long queries computes such a query once as
-well, but may have to compute it again: there rows count in full, and a batch of one request with such a query may weigh more
-than others.
+rows of one that was cut already fill what is left. A row that alone is over the budget makes a batch of its own. In a plain
+batch every row is computed from its first token. In a packed one a row adds to the sequences of its batch, so there the query
+of one caller is free for the next one that has the same; `packing_choice` says which of the two a batch is. A worker that keeps
+long queries computes such a query once as well, but may have to compute it again: there rows count in full, and a batch of one
+request with such a query may weigh more than others.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -27,6 +27,7 @@ from enginepool.coordinator.scheduling.batch_limits import (
     row_share,
 )  # fmt: skip
 from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.packing_choice import pack
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import cut_next, cut_rest, pack_rows, query_of, take
 from enginepool.protocol.packing import Packing
@@ -34,10 +35,24 @@ from enginepool.protocol.packing import Packing
 
 def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
+    can, head = worker.capabilities, lane.head
+    assert can is not None and head is not None
+    if (worker.pace is not None or can.cached_query) and full(worker):
+        return None
+    if not head.packs:
+        return _fill_plain(core, queue, lane, worker)
+    packed = pack(head, worker)
+    batch = (_fill_packed if packed else _fill_plain)(core, queue, lane, worker)
+    if batch is not None:
+        step = 1 if packed else -1
+        worker.packed_in_a_row = worker.packed_in_a_row + step if worker.packed_in_a_row * step > 0 else step
+    return batch
+
+
+def _fill_plain(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
+    """A batch of rows, each of which is computed from its first token."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
-    if (pace is not None or can.cached_query) and full(worker):
-        return None
     free_tokens = can.inflight_tokens - worker.row_tokens
     free_rows = can.inflight_rows - worker.rows + worker.sequences
     extra = can.page - 1
@@ -61,7 +76,7 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     if cost > free_tokens or rows > free_rows:
         return None
     weight = cost + rows * each
-    most = 0 if pace is None else pace_for(pace, can, head, core.now, weight)
+    most = 0 if pace is None else pace_for(pace, head, core.now, weight)
     charged = max(weight, rows * row_share(can))
     slices = [slice_]
     take(core, slice_)
@@ -79,7 +94,7 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
             and (next_.next or next_.state != QUEUED or cost + next_.work.tokens <= free_tokens)
         ):
             cost, rows = _add_followers(core, queue, lane, worker, slices, (cost, rows, weight), free, most)
-    return RunningBatch(core.task_id(), worker, slices, cost, rows, False)
+    return RunningBatch(core.task_id(), worker, slices, cost, rows)
 
 
 def _add_followers(
@@ -112,7 +127,7 @@ def _add_followers(
         work = next_.work
         header = (header or header_bytes(head.work)) + header_bytes(work)
         if next_.next:
-            room = room_at_pace(worker, most, head, next_) - weight
+            room = room_at_pace(pace, most, head, next_) - weight
             more, slice_ = cut_rest(next_, worker, (free_tokens - cost, room), free_rows - rows)
             count = slice_[2] - slice_[1]
             if header > core.header_bytes or not large_rest(can, count, more):
@@ -131,7 +146,7 @@ def _add_followers(
             cost + more > free_tokens
             or rows + work.rows > free_rows
             or header > core.header_bytes
-            or beyond_pace(worker, most, head, next_, weight, weighs)
+            or beyond_pace(pace, most, head, next_, weight, weighs)
         ):
             break
         cost += more
@@ -144,12 +159,10 @@ def _add_followers(
     return cost, rows
 
 
-def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
-    """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
-    can, pace = worker.capabilities, worker.pace
+def _fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
+    """The same of a packed batch, where a row costs what it adds to the sequences of the batch."""
+    can, pace = worker.capabilities, worker.packed_pace
     assert can is not None
-    if (pace is not None or can.cached_query) and full(worker):
-        return None
     free_rows = can.inflight_rows - worker.rows
     each = 0.0 if pace is None else pace.row
     packing = Packing(can.context, can.page)
@@ -163,7 +176,7 @@ def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worke
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         weight = packing.cost + rows * each
         follows = bool(slices and request.next)
-        limit = room_at_pace(worker, most, slices[0][0], request) if follows else room
+        limit = room_at_pace(pace, most, slices[0][0], request) if follows else room
         bounds = (most_tokens - packing.cost, each, limit - weight)
         stop, cost, length = pack_rows(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
         weighs = cost + (stop - start) * each
@@ -174,11 +187,11 @@ def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worke
         if (slices and not follows) and (
             header > core.header_bytes
             or stop < request.work.rows
-            or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
+            or beyond_pace(pace, most, slices[0][0], request, weight, weighs)
         ):
             break
         if not slices:
-            most = 0 if pace is None else pace_for(pace, can, request, core.now, weighs)
+            most = 0 if pace is None else pace_for(pace, request, core.now, weighs)
             free_tokens = can.inflight_tokens - worker.cost
             if cost > free_tokens or stop - start > free_rows:
                 return None
@@ -193,4 +206,4 @@ def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worke
         queue.pop(lane, charged)
         if follows:
             break
-    return RunningBatch(core.task_id(), worker, slices, packing.cost, rows, False)
+    return RunningBatch(core.task_id(), worker, slices, packing.cost, rows, packed=True)

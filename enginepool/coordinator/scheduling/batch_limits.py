@@ -10,10 +10,6 @@ from enginepool.protocol.messages import Capabilities
 
 #: Batches of lower priorities stay short for so many seconds after a request of a higher priority arrived: another may follow.
 RECENT_S = 1.0
-#: A short batch has the pace divided by this number. A new request then waits for two short forwards: one runs, one is
-#: launched. The host of an engine needs the same time for each packed forward, however small it is. So packed forwards are cut
-#: less.
-SHORT, SHORT_PACKED = 3, 2
 #: Upper bounds in bytes. PART_BYTES: what a part without its values adds to the header of its batch, or its answer to the
 #: header of the answer. VALUE_BYTES: what each value of the part adds.
 PART_BYTES = 160
@@ -24,12 +20,7 @@ DEEP = 4
 REST = 0.25
 
 
-def short(pace: ForwardCostModel, can: Capabilities) -> int:
-    """Weight limit of a forward of a lower priority while requests of higher priorities arrive."""
-    return pace.tokens // (SHORT_PACKED if can.packed else SHORT)
-
-
-def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: float, weight: float) -> int:
+def pace_for(pace: ForwardCostModel, head: Request, now: float, weight: float) -> int:
     """Weight limit of a forward whose first request is `head`, of this `weight`.
 
     - A request of a higher priority arrived lately: a short forward. The next such request waits for the running forward and
@@ -39,7 +30,7 @@ def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: floa
     """
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
-        return short(pace, can)
+        return pace.short
     many = weight * group.waiting >= DEEP * pace.tokens * len(group.workers)
     return 2 * pace.tokens if many else pace.tokens
 
@@ -68,7 +59,7 @@ def most_of(work: Work, rows: int, can: Capabilities) -> int:
 
 
 def computed_once(work: Work, rows: int, can: Capabilities) -> bool:
-    """Whether the query of so many rows of `work` is computed once on a plain worker."""
+    """Whether the query of so many rows of `work` is computed once, ahead of them."""
     return rows > 1 and 0 < can.cached_query <= work.shared
 
 
@@ -83,25 +74,23 @@ def heaviest(pace: ForwardCostModel | None) -> float:
     return inf if pace is None else 2 * pace.tokens
 
 
-def room_at_pace(worker: Worker, most: int, head: Request, follower: Request) -> float:
+def room_at_pace(pace: ForwardCostModel | None, most: int, head: Request, follower: Request) -> float:
     """Weight limit of a batch that rows of `follower` fill up, any number of them."""
-    pace, can = worker.pace, worker.capabilities
-    if pace is None or can is None:
+    if pace is None:
         return inf
-    return min(most, short(pace, can)) if follower.priority < head.priority else most
+    return min(most, pace.short) if follower.priority < head.priority else most
 
 
-def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
+def beyond_pace(pace: ForwardCostModel | None, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
     """Whether `follower` would make a batch of this `weight` too long for its head.
 
     Half of a follower may be above the limit of the head, so that batches reach the limit on average. A follower of a lower
     priority makes no forward longer than a short one.
     """
-    pace, can = worker.pace, worker.capabilities
-    if pace is None or can is None:
+    if pace is None:
         return False
     if follower.priority < head.priority:
-        return weight + more > min(most, short(pace, can))
+        return weight + more > min(most, pace.short)
     return weight + more / 2 > most or weight + more > 2 * pace.tokens
 
 
@@ -120,14 +109,14 @@ def needs_as_much(request: Request, blocked: Request, worker: Worker | None) -> 
     """Whether `request` is the head of the queue now, and `worker` has no room for it, as it had none for the head `blocked`.
 
     That holds if `request`, the head of its lane, is of the same lane, is not smaller, and goes whole into one batch. A request
-    that is cut opens with a smaller batch, which may find room.
+    that is cut opens with a smaller batch, which may find room. One that can be packed may weigh less than its tokens.
     """
     if request.generation is not None:
         return False
     work, than = request.work, blocked.work
     if worker is None or (can := worker.capabilities) is None:
         return True
-    if work.signature != than.signature or request.classes != blocked.classes:
+    if work.signature != than.signature or request.packs:
         return False
     if work.tokens < than.tokens or work.rows < than.rows:
         return False

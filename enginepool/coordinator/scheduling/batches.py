@@ -1,15 +1,13 @@
 """Batching: which rows go to which worker next.
 
-`pump` runs after every event that could have made work and a worker meet. Four cases, in this
+`pump` runs after every event that could have made work and a worker meet. Three cases, in this
 order, again and again. Text that waits to be tokenized goes to the open workers in the order of its queue, a few to each:
 
 1. A suspect is first in line and no trial runs: it gets an idle worker of its own, or the least loaded one is kept free for it.
-2. The head of what packed workers can serve fits the least loaded of them: it opens a batch, followers of its lane fill what
-   is left.
-3. The same for what plain workers can serve, which is nearly all.
-4. Nothing waits, no worker is open, or the heads do not fit yet: nothing happens. No request overtakes, at its class of
-   workers, a head that does not fit: the head could wait without end. Workers that generate and run rows have room for each:
-   there a head of rows and one of sequences do not wait for each other.
+2. The head of the queue fits the least loaded worker: it opens a batch, followers of its lane fill what is left.
+3. Nothing waits, no worker is open, or the head does not fit yet: nothing happens. No request overtakes a head that does not
+   fit: the head could wait without end. Workers that generate and run rows have room for each: there a head of rows and one of
+   sequences do not wait for each other.
 """
 
 from heapq import heapify, heappop, heapreplace
@@ -25,7 +23,7 @@ from enginepool.coordinator.core.request_state import RUNNING, TEXT
 from enginepool.coordinator.core.transitions import release_reserved, reserve, start_batch, start_text, start_trial
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import longest_row
-from enginepool.coordinator.scheduling.batch_builder import fill, fill_packed
+from enginepool.coordinator.scheduling.batch_builder import fill
 from enginepool.coordinator.scheduling.generation_slots import (
     generating,
     media_bytes,
@@ -35,9 +33,7 @@ from enginepool.coordinator.scheduling.generation_slots import (
 )
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.queue import Queue
-from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.row_cuts import cut_next, take
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut
 from enginepool.protocol.row_labels import cut_row_labels
@@ -49,36 +45,27 @@ LEAST_TEXTS, MOST_TEXTS, TEXT_BYTES = 2, 8, 16 << 10
 
 def pump(core: Context, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
-    queue, routing, packed = group.queue, group.routing, group.packed_routing
+    queue, routing = group.queue, group.routing
     group.blocked = None
     if core.now < group.resume_at:
         return
     while True:
         if group.suspects.size or group.reserved_worker is not None:
             _try_suspect(core, group)
-        batch = None
-        if packed.open:
-            lane, worker = queue.head(PACKED), packed.least()
-            if lane is not None and worker is not None:
-                batch = fill_packed(core, queue, lane, worker)
+        lane, worker = queue.head(), routing.least()
+        if lane is None or worker is None:
+            break
+        batch = _begin(core, queue, lane, worker)
+        if batch is None and group.mixed:
+            # It has no room of its kind; the other kind has room of its own.
+            rows = lane.head is not None and lane.head.generation is None
+            other = queue.head(sequences=rows)
+            batch = None if other is None else _begin(core, queue, other, worker)
+            lane = other if rows and other is not None else lane
         if batch is None:
-            lane = queue.head(PLAIN)
-            if lane is None:
-                break
-            worker = routing.least()
-            if worker is None:
-                break
-            batch = _begin(core, queue, lane, worker)
-            if batch is None and group.mixed:
-                # It has no room of its kind; the other kind has room of its own.
-                rows = lane.head is not None and lane.head.generation is None
-                other = queue.head(PLAIN, sequences=rows)
-                batch = None if other is None else _begin(core, queue, other, worker)
-                lane = other if rows and other is not None else lane
-            if batch is None:
-                if not (packed.open or group.suspects.size or group.reserved_worker is not None):
-                    group.blocked = lane.head
-                break
+            if not (group.suspects.size or group.reserved_worker is not None):
+                group.blocked = lane.head
+            break
         send_batch(core, batch)
     if group.texts.size:
         _give_texts(core, group)
@@ -98,27 +85,21 @@ def _begin(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wo
 
 
 def _try_suspect(core: Context, group: Group) -> None:
-    """Start the next trial, or keep a worker free for it. Each class of workers has its own first in line."""
+    """Start the next trial, or keep a worker free for it."""
     if group.trial is not None:
         return
     kept = group.reserved_worker
-    found: tuple[Lane[Request], Worker] | None = None
-    for class_, routing in ((PACKED, group.packed_routing), (PLAIN, group.routing)):
-        lane, first = group.suspects.head(class_), group.queue.head(class_)
-        if lane is None or (first is not None and first.before_suspect(lane)):
-            continue
-        worker = _quietest(group, routing)
-        mine = kept if kept is not None and kept.routing is routing else None
-        if mine is not None and (worker is None or worker.busy):
-            worker = mine
-        if worker is not None and (found is None or (found[1].busy and (worker is kept or not worker.busy))):
-            found = lane, worker
-    if kept is not None and (found is None or found[1] is not kept):
-        # Another one is idle first, the kept one drains, or the suspect is no longer first in line.
+    lane, first = group.suspects.head(), group.queue.head()
+    if lane is not None and first is not None and first.before_suspect(lane):
+        lane = None
+    worker = None if lane is None else _quietest(group)
+    if lane is not None and kept is not None and (worker is None or worker.busy):
+        worker = kept
+    if kept is not None and worker is not kept:
+        # Another one is idle first, or the suspect is no longer first in line.
         release_reserved(core, group)
-    if found is None:
+    if lane is None or worker is None:
         return
-    lane, worker = found
     reserve(core, worker)
     if worker.busy:
         return
@@ -126,7 +107,7 @@ def _try_suspect(core: Context, group: Group) -> None:
     assert request is not None
     if request.state == TEXT:
         group.suspects.pop(lane, request.work.tokens)
-        trial = RunningBatch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
+        trial = RunningBatch(core.task_id(), worker, [(request, 0, 0)], 0, 0, trial=True)
         start_trial(trial)
         _give_text(core, worker, trial.id, request)
         return
@@ -136,16 +117,16 @@ def _try_suspect(core: Context, group: Group) -> None:
         group.suspects.pop(lane, cost)
     else:
         group.suspects.charge(lane, cost)
-    trial = RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
+    trial = RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], trial=True)
     start_trial(trial)
     send_batch(core, trial)
 
 
-def _quietest(group: Group, routing: Routing[Worker]) -> Worker | None:
-    """The least loaded open worker of a class; one without texts to tokenize, if such a one is idle."""
-    worker = routing.least()
+def _quietest(group: Group) -> Worker | None:
+    """The least loaded open worker; one without texts to tokenize, if such a one is idle."""
+    worker = group.routing.least()
     if worker is not None and worker.texts and not worker.batches:
-        idle = (w for w in group.workers.values() if w.open and w.routing is routing and not w.busy)
+        idle = (one for one in group.workers.values() if one.open and not one.busy)
         worker = next(idle, worker)
     return worker
 
@@ -185,7 +166,7 @@ def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> 
     work = request.work
     message = work.operation.tokenize(work, task)
     if work.truncation:
-        can = worker.group.plain or worker.capabilities
+        can = worker.group.capabilities
         assert can is not None
         message.truncation, message.longest = work.truncation, longest_row(can)
     core.effects.append(ToWorker(worker.link, message, work.frames if message.frames else ()))
@@ -200,11 +181,10 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
         request, start, _ = batch.slices[0]
         batch.at = len(generation.sequences[start].tokens)
         worker.unread_media += media_bytes(request, start)
-    timing, pace = core.config.timing, worker.pace
-    expected = worker.group.speed.token_s * worker.row_tokens
-    if pace is not None:
-        # Before its first batch, what the worker measured when it started.
-        expected = max(expected, pace.seconds(worker.row_tokens, worker.rows - worker.sequences))
+    timing, tokens, rows = core.config.timing, worker.row_tokens, worker.rows - worker.sequences
+    # Before its first batch, what the worker measured when it started.
+    models = [pace.seconds(tokens, rows) for pace in (worker.pace, worker.packed_pace) if pace is not None]
+    expected = max(worker.group.speed.token_s * tokens, *models, 0.0)
     allowed = max(timing.forward_s, timing.forward_factor * expected)
     batch.deadline = core.now + allowed
     batch.late = core.now + allowed / 2
@@ -235,5 +215,5 @@ def post_batch(core: Context, batch: RunningBatch) -> None:
             part = replace(part, frames=[*part.frames, spec])
             frames.append(labels)
         parts.append(part)
-    message = Batch(batch.id, parts, head.priority)
+    message = Batch(batch.id, parts, head.priority, batch.packed)
     core.effects.append(ToWorker(batch.worker.link, message, frames))

@@ -33,6 +33,9 @@ SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
 FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S / 2
 ROW_S, MOST_ROW_S = 0.0005, 0.005
 LEAST_TOKEN, MOST_TOKEN = 0.25, 4.0
+#: A short forward weighs the pace divided by this number, or as much as the fixed part. A request of a higher priority that
+#: arrives waits for two of them: one runs, one is launched.
+SHORT = 3
 #: The time of a batch counts up to this share above the expected time (at least above LITTLE_S). Each batch above that limit
 #: widens the limit, and each batch within it narrows the limit again.
 BELIEVED, LITTLE_S = 0.5, FORWARD_S / 4
@@ -40,7 +43,7 @@ WIDER, NARROWER, WIDEST = 1.5, 0.5, 16.0
 
 
 class ForwardCostModel:
-    """The cost model of one worker.
+    """The cost model of one worker, of its plain batches or of its packed ones.
 
     Args:
         said: the declared pace, in tokens of a forward of `forward_s`; more than 0.
@@ -49,7 +52,7 @@ class ForwardCostModel:
 
     __slots__ = (
         "_at", "_before", "_believed", "_ff", "_fits", "_fixed", "_fr", "_fs", "_ft", "_row", "_rows", "_rr", "_rs", "_run_s",
-        "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row", "said", "tokens",
+        "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row", "said", "short", "tokens",
     )  # fmt: skip
 
     def __init__(self, said: int, forward_s: float = FORWARD_S) -> None:
@@ -59,6 +62,8 @@ class ForwardCostModel:
         self._scale = forward_s / FORWARD_S
         #: weight of a forward of `forward_s`, in tokens; at least 1
         self.tokens = said
+        #: weight of a short forward, while requests of higher priorities arrive
+        self.short = max(1, said // SHORT)
         #: weight of a row besides its tokens, in tokens
         self.row = 0.0
         # The next values describe the answers that arrived together and are not learned yet.
@@ -86,6 +91,11 @@ class ForwardCostModel:
     def seconds(self, tokens: int, rows: int) -> float:
         """The expected seconds of a forward of them."""
         return self._scale * (self._fixed * FIXED_S + self._token * tokens * FORWARD_S / self.said + self._row * rows * ROW_S)
+
+    @property
+    def fixed_s(self) -> float:
+        """The expected seconds of a forward besides its tokens and rows."""
+        return self._scale * self._fixed * FIXED_S
 
     def done(self, now: float, run_s: float, tokens: int, rows: int, *, fits: bool) -> None:
         """A batch was answered after `run_s` in the engine. The model learns nothing from a batch with `fits=False`."""
@@ -137,6 +147,9 @@ class ForwardCostModel:
         self._fixed = fixed = min(max((fs - ft * token - fr * row) / (ff + said), 0.0), MOST_FIXED_S / FIXED_S)
         self.tokens = max(1, int(self.said * (1.0 - fixed * FIXED_S / FORWARD_S) / token))
         self.row = row * ROW_S * self.said / (token * FORWARD_S)
+        # The fixed part is paid for each forward: one that is cut to less than that computes little else.
+        least = fixed * FIXED_S * self.said / (token * FORWARD_S)
+        self.short = max(1, min(self.tokens, int(max(self.tokens / SHORT, least))))
 
     def __repr__(self) -> str:
         return f"<Pace tokens={self.tokens} row={self.row:.1f} said={self.said}>"

@@ -71,12 +71,12 @@ def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wor
         queue.charge(lane, cost)
     else:
         queue.pop(lane, cost)
-    return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], False)
+    return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1])
 
 
 def generating(group: Group) -> list[Worker]:
     """The workers of a group that may be given sequences, if they have room."""
-    return [worker for worker in group.workers.values() if worker.open and worker.routing is group.routing]
+    return [worker for worker in group.workers.values() if worker.open]
 
 
 def _task(core: Context, request: Request, worker: Worker) -> tuple[int, Slice] | None:

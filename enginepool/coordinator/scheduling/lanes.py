@@ -39,7 +39,7 @@ class Waits(Protocol):
     """What a queue reads of a request, and `lane`, which it alone sets."""
 
     work: Work
-    classes: int
+    packs: bool
     priority: int
     key: float
     seq: int

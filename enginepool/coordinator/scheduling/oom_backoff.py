@@ -71,4 +71,5 @@ def shrink(group: Group, halvings: int) -> None:
     for worker in group.workers.values():
         if worker.declared is not None:
             worker.capabilities = halved(worker.declared, halvings - worker.declared.halvings)
-    group.plain, group.packed = (can and halved(can, halvings - can.halvings) for can in (group.plain, group.packed))
+    if (can := group.capabilities) is not None:
+        group.capabilities = halved(can, halvings - can.halvings)

@@ -1,6 +1,6 @@
 """The queue of a group: fair between clients, a lane for each signature.
 
-Only requests of one signature share a batch: that of their work, and the classes of workers that can serve it. A lane
+Only requests of one signature share a batch: that of their work, and whether it can be packed. A lane
 has a line for each priority, and a line has a flow for each client: its requests, oldest first. Who is next:
 
 1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
@@ -33,8 +33,6 @@ from enginepool.coordinator.core.request_state import QUEUED  # TEXT waits too: 
 from enginepool.coordinator.operations.base import of_sequences
 from enginepool.coordinator.scheduling.lanes import AWAY, Lane, Line, QueueClient, QueueLevel, R, arrival
 
-#: every class of workers
-ANY = 3
 #: virtual time moves by at least this part of a fair share of what is computed
 DRIFT = 0.25
 
@@ -45,7 +43,7 @@ class Queue(Generic[R]):
     __slots__ = ("_lanes", "_levels", "_stale", "size")
 
     def __init__(self) -> None:
-        #: by the signature of the works, with the bits of the classes
+        #: by the signature of the works, with the bit of those that can be packed
         self._lanes: dict[int, Lane[R]] = {}
         #: by priority
         self._levels: dict[int, QueueLevel] = {}
@@ -62,7 +60,7 @@ class Queue(Generic[R]):
             request.lane.forget()
         request.lane = self
         self.size += 1
-        signature = request.work.signature | request.classes
+        signature = request.work.signature | request.packs
         lane = self._lanes.get(signature)
         if lane is None:
             lane = self._lanes[signature] = Lane()
@@ -99,8 +97,8 @@ class Queue(Generic[R]):
         lane.head = head = lane[0][2][0][2][0]
         return head is request
 
-    def head(self, classes: int = ANY, *, sequences: bool | None = None) -> Lane[R] | None:
-        """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits.
+    def head(self, *, sequences: bool | None = None) -> Lane[R] | None:
+        """The lane whose head is first; None when nothing waits. The head is one that waits.
 
         Args:
             sequences: of sequences to generate, or of rows alone; None: of both.
@@ -108,7 +106,7 @@ class Queue(Generic[R]):
         best: Lane[R] | None = None
         lanes = self._lanes
         for signature, lane in lanes.items():
-            if signature & classes and (sequences is None or of_sequences(signature) is sequences):
+            if sequences is None or of_sequences(signature) is sequences:
                 while (request := lane.head) is not None:
                     if request.state <= QUEUED and request.lane is self:
                         if len(lanes) > 1 and lane.defer():
@@ -191,7 +189,7 @@ class Queue(Generic[R]):
             self.sort()
 
     def sort(self) -> None:
-        """Build the lanes again from the waiting requests: most entries are stale, or the classes of requests have changed."""
+        """Build the lanes again from the waiting requests: most entries are stale, or what can be packed has changed."""
         requests = [request for lane in self._lanes.values() for request in lane.requests()]
         self._lanes.clear()
         self.size = self._stale = 0

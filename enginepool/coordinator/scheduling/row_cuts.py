@@ -17,12 +17,8 @@ def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
     """The next rows of `request` that fit one batch of `worker`: (cost, slice). At least one row, even if it is too large."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
-    each, room = (0.0, inf) if pace is None else (pace.row, heaviest(pace))
+    room = inf if pace is None else heaviest(pace)
     start, end = request.back[0] if request.back else (request.next, request.work.rows)
-    if can.packed:
-        bounds = (can.batch_tokens, each, room)
-        end, cost, _ = pack_rows(Packing(can.context, can.page), request, start, end, can.batch_rows, bounds)
-        return cost, (request, start, end)
     bounds = most_of(request.work, end - start, can), room
     cost, rows = _count(request, worker, start, end, bounds, can.batch_rows, least=1)
     if rows < end - start:

@@ -95,7 +95,7 @@ def _asleep(group: Group) -> WireError | None:
 
 def misfit(group: Group, name: str) -> WireError | None:
     """Why the engines of a group do not load an adapter of this name, as far as a worker has said what they are."""
-    if group.plain is not None and LOADS_ADAPTERS not in group.plain.features:
+    if group.capabilities is not None and LOADS_ADAPTERS not in group.capabilities.features:
         text = f"group: the workers of {group.name!r} load no adapters while they run; SGLang needs the option enable_lora, and"
         text += " max_lora_rank and lora_target_modules, and no replicas"
         return WireError("unsupported", text, field="group")

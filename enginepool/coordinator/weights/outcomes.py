@@ -71,7 +71,7 @@ class UpdateOutcomes:
         if update.process_group is not None:
             group.process_group = update.process_group
         if not group.journal_behind:
-            group.weights_lost, group.weights_lost_classes = "", 0
+            group.weights_lost = ""
         self._close(update)
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))

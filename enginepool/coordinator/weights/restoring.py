@@ -1,9 +1,8 @@
 """Restoring: a worker that is ready on other weights than the committed ones is brought to them before it gets work.
 
 It is told where they may lie: with its stager, in a snapshot, in a checkpoint. One that cannot have them says so, and tries
-again after a while. When every worker of a class has said so and none is still to come, the weights exist nowhere: requests
-that only they could serve are answered with needs_weights, and every client is asked for them, until a publish succeeds or a
-worker finds them.
+again after a while. When every worker has said so and none is still to come, the weights exist nowhere: requests are answered
+with needs_weights, and every client is asked for them, until a publish succeeds or a worker finds them.
 
 A worker that heard of a later commit than the journal has shows that the journal was lost, or is an old one. Its weights may be
 the only copy, and older ones must not answer: no worker of the group is restored or given work, and clients are asked for the
@@ -19,7 +18,6 @@ from enginepool.coordinator.core.transitions import fail_restore, fall_behind, h
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages.weights import Committed, Restore, Restored, WeightsNeeded
 
 #: states of workers that do not have the committed weights, and are not being restored
@@ -70,9 +68,7 @@ class Restoring:
         if worker.state is WorkerState.RESTORING:
             self.fleet.log(worker, f"worker {worker.name} has restored the committed weight version {weights.version}")
         have_weights(self.core, worker)
-        group.weights_lost_classes &= ~worker.class_
-        if not group.weights_lost_classes:
-            group.weights_lost = ""
+        group.weights_lost = ""
         if weights.digest:
             # Its stager may not have heard that what it holds is committed.
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot, weights.run)
@@ -86,7 +82,6 @@ class Restoring:
             f"and the journal knows version {group.version}; publish version {version} or a later one, or set_version to "
             f"version {version} to go on with what the workers hold"
         )
-        group.weights_lost_classes = PLAIN | PACKED
         self.fleet.log(worker, group.weights_lost)
         fall_behind(self.core, group)
         for other in group.workers.values():
@@ -145,31 +140,28 @@ class Restoring:
                     continue
                 if worker.incarnation in members or (worker.missing_weights and self.core.now < worker.restore_due):
                     continue
-                self._needs(group, worker.class_)
+                self._needs(group)
                 # What it said last stands until it says otherwise: of many workers one is being asked again at any time.
                 self._ask(worker)
 
-    def _needs(self, group: Group, class_: int) -> None:
-        """Whether every worker of a class that there may be has said that it cannot have the committed weights."""
+    def _needs(self, group: Group) -> None:
+        """Whether every worker that there may be has said that it cannot have the committed weights."""
         update = self.core.update_of(group)
-        if group.weights_lost_classes & class_ or self.core.draining or (update is not None and update.loading):
+        if group.weights_lost or self.core.draining or (update is not None and update.loading):
             return
-        if any(not worker.missing_weights for worker in group.workers.values() if worker.class_ == class_):
+        if any(not worker.missing_weights for worker in group.workers.values()):
             return
-        for slot in group.slots:
-            mine = slot.packed == (class_ == PACKED)
-            if mine and slot.state is not SlotState.RETIRED and slot.worker is None:
-                return
-        why = next(w.missing_weights for w in group.workers.values() if w.missing_weights and w.class_ == class_)
+        if any(slot.state is not SlotState.RETIRED and slot.worker is None for slot in group.slots):
+            return
+        why = next(worker.missing_weights for worker in group.workers.values())
         group.weights_lost = (
             f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
         )
-        group.weights_lost_classes |= class_
         self._tell_all(group)
 
     def _tell_all(self, group: Group) -> None:
-        """Requests that only the lost weights could serve end, and clients are asked for them."""
-        self.requests.fail_all(group, "needs_weights", group.weights_lost, group.unservable)
+        """The requests of the group end, and clients are asked for the weights."""
+        self.requests.fail_all(group, "needs_weights", group.weights_lost)
         for client in self.core.clients.values():
             self._ask_for(client, group)
 

@@ -84,11 +84,10 @@ class Transactions:
         del update.pending[worker.incarnation]
 
     def _may_leave(self, update: Update, member: Member) -> bool:
-        """Whether the update goes on without a member that has no staging memory. Requests that only its class can serve need
-        another member of that class. A partial update is in no snapshot from which the worker could be restored."""
+        """Whether the update goes on without a member that has no staging memory: there must be another one. A partial update
+        is in no snapshot from which the worker could be restored."""
         asked = update.phase == OPEN and member.worker.incarnation in update.pending
-        others = (other.worker.class_ for other in update.members.values() if other is not member)
-        return asked and not update.offer.partial and member.worker.class_ in others
+        return asked and not update.offer.partial and len(update.members) > 1
 
     def _leave(self, update: Update, member: Member, why: str) -> None:
         """A worker is no longer a member. It goes on serving."""

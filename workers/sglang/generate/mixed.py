@@ -40,7 +40,7 @@ def refuse_mixed(settings: EngineSettings) -> None:
     """Raise SettingsError for settings that an engine which generates and runs rows cannot have."""
     if "embed" in settings.operations:
         raise SettingsError("operations: a model that embeds does not generate; give embed a group of its own")
-    for name in ("packed", "cached_query_tokens"):
+    for name in ("cached_query_tokens",):
         if getattr(settings, name):
             raise SettingsError(f"{name} is {getattr(settings, name)}: {_ONLY_ROWS}")
 

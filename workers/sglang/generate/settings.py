@@ -35,7 +35,7 @@ _WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "nnodes": ((1, None), "a worker is one process group on one host"),
     "disaggregation_mode": (("null", None), "a sequence would go on in another engine"),
     "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
-    "enable_mis": ((False, None), "SGLang dies when packed rows and others meet; set packed_workers of a group that scores"),
+    "enable_mis": ((False, None), "rows next to sequences are not packed; see packing of a group that scores"),
     "preferred_sampling_params": ((None,), "they would replace what a request leaves at its default, which it means"),
     "max_queued_requests": ((None,), "a sequence over it would fail instead of wait; the pool bounds its own queue"),
     "allow_auto_truncate": ((False, None), "a prompt that is too long would be cut silently instead of refused"),
@@ -57,7 +57,7 @@ def refuse_scoring(settings: EngineSettings) -> None:
     if settings.mixed:
         refuse_mixed(settings)
         return
-    for name in ("packed", "cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
+    for name in ("cached_query_tokens", "max_batch_tokens", "max_batch_rows"):
         if getattr(settings, name):
             raise SettingsError(f"{name} is {getattr(settings, name)}; a worker that generates has no batches of rows")
 

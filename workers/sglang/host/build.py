@@ -18,12 +18,14 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.redis_model import refuse_incomplete
 from enginepool.workers.saving import form_of
 from enginepool.workers.sglang.generate.settings import generation_kwargs
+from enginepool.workers.sglang.host.model_size import model_config
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_connectors, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import modules
+from enginepool.workers.sglang.patches.packed_forwards import keep_graphs
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
-from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
+from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, with_packing
 from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damaged
 
 #: SGLang computes the vocabulary for log-probabilities of responses at so many tokens at a time. At 512 that takes no more
@@ -89,15 +91,19 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     options = settings.options if remote is None else {"served_model_name": remote.name} | settings.options
     settings = msgspec.structs.replace(settings, model=model, device=device, options=options)
     refuse_impossible(settings)
+    known = _setting_names(module.ServerArgs)
+    revision = settings.options.get("revision")
+    settings = with_packing(settings, lambda: model_config(model, revision), known if _has_flashinfer() else ())
     config = folder / "config.json"
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
         refuse_wrong_sharing(settings, msgspec.json.decode(config.read_bytes()))
-    known = _setting_names(module.ServerArgs)
     if settings.generates:
         kwargs = generation_kwargs(settings, known, grammars=_grammars_on(device))
     else:
         kwargs = engine_kwargs(settings, known)
+    if settings.packs:
+        _keep_graphs(module.ServerArgs)
     if device == "cpu" and (kwargs.get("page_size") or 1) > 1 and not _pages_on_cpu():
         raise SettingsError(f"engine option page_size={kwargs['page_size']} is refused: SGLang {version} has no pages on a CPU")
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
@@ -142,6 +148,18 @@ def _resolved(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if found else "cpu"
+
+
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def _keep_graphs(server_args: Any) -> None:
+    """Where this version of SGLang switches CUDA graphs off for multi-item scoring: a method of its settings in older ones."""
+    if hasattr(server_args, "_handle_multi_item_scoring"):
+        keep_graphs(server_args, "_handle_multi_item_scoring")
+    else:
+        keep_graphs(importlib.import_module(modules.RESOLUTION), "handle_multi_item_scoring")
 
 
 def _grammars_on(device: str) -> bool:

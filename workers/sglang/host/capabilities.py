@@ -47,12 +47,11 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
     """
     if settings.generates:
         return _generating(tm, name, version, settings, running)
-    if settings.packed or settings.cached_query_tokens is not None:
+    if settings.packs or settings.cached_query_tokens is not None:
         refuse_wrong_sharing(settings, tm.model_config.hf_config.to_dict())
     bounds = budgets(settings, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     operations = [one for one in OPERATIONS if one.serves(tm.is_generation, architectures[0])]
-    operations = [one for one in operations if one.packs or not settings.packed]
     names = tuple(operation.name for operation in operations)
     if missing := [one for one in settings.operations if one not in names]:
         raise SettingsError(f"operations: this model is for {', '.join(names)}, not for {missing[0]}")
@@ -73,7 +72,7 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         text=tokenizer is not None,
         token_bytes=token_bytes(tokenizer),
         features=features,
-        max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
+        max_item=min(MAX_ITEM, bounds.context) if settings.packs and "score" in (settings.operations or names) else 0,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",
         reserved=reserved(running, bounds.context, tm.context_len),

@@ -23,6 +23,11 @@ from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.connectors import leave_signals_alone, wait_for_redis_no_longer
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
+from enginepool.workers.sglang.patches.packed_forwards import (
+    attend_as_each_forward_says,
+    keep_kinds_apart,
+    run_packed_without_graphs,
+)
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
@@ -225,6 +230,10 @@ def run_scheduler(
         module: Any = importlib.import_module(attention)
         changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
         changes.place_items_on_the_host(module.FlashInferAttnBackend)
+        if settings.enable_mis:
+            keep_kinds_apart(scheduler)
+            attend_as_each_forward_says(module.FlashInferAttnBackend)
+            run_packed_without_graphs(_class(modules.GRAPHS, "PrefillCudaGraphRunner"))
     keep_experts_of_each_forward(_class(modules.CAPTURER, "BaseTopkCapturer"))
     if os.environ.get(BRIDGE_VARIABLE):
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))

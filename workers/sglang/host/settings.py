@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.packing_settings import PACKED, refused_for_packing
 from enginepool.workers.sglang.host.processes import replicas_of
 
 #: What SGLang calls for new weights: `weights.load`, in its own processes.
@@ -26,8 +27,8 @@ GPU_INFLIGHT_TOKENS = 32768
 #: Rows in flight when the config names no `max_batch_rows`.
 CPU_INFLIGHT_ROWS = 256
 GPU_INFLIGHT_ROWS = 512
-#: The same of a packed engine, where a row costs no request of its own, but one of the positions at which all of the vocabulary
-#: is computed: 10 bytes for each token of it, 3 GB for this many rows of a vocabulary of 150,000.
+#: The same of an engine that packs. A packed row costs no request of its own, but one of the positions at which all of the
+#: vocabulary is computed: 10 bytes for each token of it, 3 GB for this many rows of a vocabulary of 150,000.
 PACKED_INFLIGHT_ROWS = 2048
 #: With cached queries an engine has room for so many times the tokens in flight: a row counts in full, in case that its query
 #: is gone, and computes its item alone.
@@ -60,10 +61,6 @@ def refuse_impossible(settings: EngineSettings) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise SettingsError(f"{name} is {value}; it must be at least 1")
-    if settings.packed and settings.cached_query_tokens is not None:
-        raise SettingsError("cached_query_tokens is for plain workers: a packed one computes a query once as it is")
-    if settings.packed and settings.device != "cuda":
-        raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {settings.device}")
     for name in _DETERMINISTIC:
         if settings.device == "cpu" and (value := settings.options.get(name)):
             raise SettingsError(
@@ -92,7 +89,7 @@ def inflight_rows(settings: EngineSettings) -> int:
     """Rows that this worker may hold in all its batches, if the engine has room."""
     if settings.max_batch_rows is not None:
         return settings.max_batch_rows * settings.forwards_in_flight
-    if settings.packed:
+    if settings.packs:
         return PACKED_INFLIGHT_ROWS
     return CPU_INFLIGHT_ROWS if settings.device == "cpu" else GPU_INFLIGHT_ROWS
 
@@ -134,12 +131,9 @@ def engine_kwargs(settings: EngineSettings, known: Collection[str]) -> dict[str,
     refuse_unknown_options(settings.options, known)
     kwargs = {name: value for name, value in _defaults(settings).items() if name in known}
     kwargs.update(settings.options)
-    if settings.packed:
-        if missing := [name for name in _PACKED if name not in known]:
-            raise SettingsError(f"the installed SGLang cannot score packed: it has no setting {', '.join(missing)}")
-        refuse_unpacked(settings.options)
-        kwargs.update(_PACKED)
-    refuse_splitting(kwargs, packed=settings.packed)
+    if settings.packs:
+        kwargs.update(PACKED)
+    refuse_splitting(kwargs, packs=settings.packs)
     if settings.cached_query_tokens is not None:
         refuse_uncached(kwargs)
     return with_fixed(kwargs, settings)
@@ -202,8 +196,8 @@ def _defaults(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _graphs(settings: EngineSettings) -> dict[str, Any]:
-    """A score is a prefill and never a decode, whose graphs would only cost start-up time and memory. Packed there are none."""
-    if settings.device == "cpu" or settings.packed:
+    """A score is a prefill and never a decode, whose graphs would only cost start-up time and memory."""
+    if settings.device == "cpu":
         return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
     return {"disable_decode_cuda_graph": True, "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, token_room(settings))}
 
@@ -231,7 +225,7 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
     "max_queued_requests": ((None,), "some rows of a batch would be refused while others run; the pool bounds its own queue"),
-    "enable_mis": ((False, None), "SGLang dies when packed and other rows meet; set packed_workers of the group instead"),
+    "enable_mis": ((False, None), "the worker sets it where it packs; see packing of the group"),
     "allow_auto_truncate": ((False, None), "a row that is too long would be cut silently instead of refused"),
     "enable_tokenizer_batch_encode": ((False, None), "SGLang then refuses batches of token ids"),
     "tokenizer_worker_num": ((1, None), "it does not work in an engine inside a process"),
@@ -240,32 +234,6 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_priority_preemption": ((True,), "a preempted row runs again, in another forward"),
     "custom_sigquit_handler": ((None,), "the worker needs the signal to learn of the engine's end"),
 }
-
-
-#: What multi-item scoring is started with. SGLang would take most of it by itself, and stop at another attention backend.
-_PACKED: dict[str, Any] = {
-    "enable_mis": True,
-    "attention_backend": "flashinfer",
-    "disable_radix_cache": True,
-    "chunked_prefill_size": -1,
-}
-_FLASHINFER = "multi-item scoring has its attention mask in FlashInfer alone"
-#: as `_WHOLE`, for packed engines
-_UNPACKED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "enable_mis": ((True, None), "a packed worker packs"),
-    "attention_backend": (("flashinfer", None), _FLASHINFER),
-    "prefill_attention_backend": (("flashinfer", None), _FLASHINFER),
-    "decode_attention_backend": (("flashinfer", None), _FLASHINFER),
-    "disable_radix_cache": ((True, None), "a sequence of many items is not the prefix of another"),
-    "chunked_prefill_size": ((-1, None), "a sequence would be cut between items"),
-}
-
-
-def refuse_unpacked(options: Mapping[str, Any]) -> None:
-    """Raise SettingsError when an engine with these options could not pack."""
-    for name, (right, reason) in _UNPACKED.items():
-        if options.get(name) not in right:
-            raise SettingsError(f"engine option {name}={options[name]!r} is refused for a packed worker: {reason}")
 
 
 def refuse_uncached(settings: Mapping[str, Any]) -> None:
@@ -281,10 +249,10 @@ def refuse_values(settings: Mapping[str, Any], rules: Mapping[str, tuple[tuple[A
             raise SettingsError(f"engine option {name}={settings[name]!r} is refused: {reason}")
 
 
-def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False, chunks: bool = False) -> None:
+def refuse_splitting(settings: Mapping[str, Any], *, packs: bool = False, chunks: bool = False) -> None:
     """Raise SettingsError when a batch could be cut, dropped or run again under these settings. `chunks`: a batch is no larger
     than a chunk."""
-    refuse_values(settings, {name: rule for name, rule in _WHOLE.items() if not (packed and name == "enable_mis")})
+    refuse_values(settings, {name: rule for name, rule in _WHOLE.items() if not (packs and name == "enable_mis")})
     chunk = settings.get("chunked_prefill_size")
     prefill = settings.get("max_prefill_tokens")
     if not chunks and chunk is not None and chunk > 0 and (prefill is None or chunk < prefill):
@@ -306,10 +274,10 @@ def budgets(settings: EngineSettings, running: Running) -> Budgets:
     Raises SettingsError when that is nothing, or when SGLang resolved its settings to something that cuts batches.
     """
     resolved = running.settings
-    if settings.packed:
-        # SGLang says what it resolved: another backend, or no multi-item scoring, would be wrong without a word.
-        refuse_unpacked(resolved)
-    refuse_splitting(resolved, packed=settings.packed)
+    # SGLang says what it resolved: another backend, or no multi-item scoring, would be wrong without a word.
+    if settings.packs and (why := refused_for_packing(resolved)):
+        raise SettingsError(f"the engine cannot pack: {why}; set packing of the group to off")
+    refuse_splitting(resolved, packs=settings.packs)
     if settings.cached_query_tokens is not None:
         refuse_uncached(resolved)
     page = max(1, resolved.get("page_size") or 1)

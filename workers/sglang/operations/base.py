@@ -36,7 +36,7 @@ class RowOperation(Protocol):
     kind: Kind
     #: whether a part may ask for the pooled hidden states of its rows
     has_hidden: bool = False
-    #: whether packed workers have it, which join rows of one query into a sequence
+    #: whether its rows may be joined into sequences
     packs: bool = True
 
     def serves(self, generates: bool, architecture: str) -> bool:

@@ -33,8 +33,6 @@ class Embeddings(HeadOperation):
 
     def refuse_settings(self, wanted: EngineSettings, resolved: Mapping[str, Any]) -> None:
         """SGLang pools the tokens that a forward computes: with the radix cache that is not the beginning of a row."""
-        if wanted.packed:
-            raise SettingsError("packed_workers is for models that score: an embedding model has no query to share")
         if wanted.cached_query_tokens is not None:
             raise SettingsError("cached_query_tokens is for models that score: an embedding model has no query to share")
         if not resolved.get("disable_radix_cache"):

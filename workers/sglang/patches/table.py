@@ -38,6 +38,7 @@ from enginepool.workers.sglang.patches.modules import (
     UPDATER,
     WORKER,
 )
+from enginepool.workers.sglang.patches.packing_table import OF_PACKING
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
 from enginepool.workers.sglang.patches.saved_table import OF_SAVED
@@ -342,6 +343,7 @@ PRIVATE: tuple[Private, ...] = (
             "read", "the sequences of a forward",
         ),
     ),
+    *OF_PACKING,
     *OF_GENERATION,
     *OF_MIXED,
     *OF_SAVED,

@@ -7,9 +7,9 @@ from enginepool.workers.engine import EngineError, RowPart
 from enginepool.workers.packed import packed_cost, refuse_unpackable
 
 
-def check_rows(part: RowPart, capabilities: Capabilities) -> None:
+def check_rows(part: RowPart, capabilities: Capabilities, *, packed: bool = False) -> None:
     """Raise EngineError for rows that the engine would refuse, or worse, take, in any operation."""
-    if capabilities.packed:
+    if packed:
         refuse_unpackable(part, capabilities)
     else:
         lengths = part.lengths
@@ -24,9 +24,9 @@ def check_rows(part: RowPart, capabilities: Capabilities) -> None:
             raise EngineError(f"a token id is outside 0..{capabilities.vocab - 1}")
 
 
-def refuse_oversize(parts: Sequence[RowPart], capabilities: Capabilities) -> None:
+def refuse_oversize(parts: Sequence[RowPart], capabilities: Capabilities, *, packed: bool = False) -> None:
     """A batch that does not fit would be cut: it is refused instead."""
-    if capabilities.packed:
+    if packed:
         tokens = packed_cost(parts, capabilities)
     else:
         page = capabilities.page

@@ -1,11 +1,14 @@
 """For which models SGLang's multi-item scoring or its cache of prefixes computes another function, told from their
 `config.json`. No SGLang here."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import msgspec
+
 from enginepool.workers.engine_settings import EngineSettings
-from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.host.packing_settings import PACKED, refused_for_packing
+from enginepool.workers.sglang.host.settings import SettingsError, is_deterministic
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (
@@ -37,10 +40,48 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def refuse_wrong_sharing(settings: EngineSettings, config: Mapping[str, Any]) -> None:
     """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is settings."""
-    if settings.packed and (why := wrong_for_packing(config)):
-        raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")
+    if settings.packs and (why := wrong_for_packing(config)):
+        raise SettingsError(f"this model cannot be packed: {why}; set packing of the group to off")
     if settings.cached_query_tokens is not None and (why := wrong_for_caching(config)):
         raise SettingsError(f"queries of this model cannot be cached: {why}; unset cached_query_tokens of the group")
+
+
+def why_unpacked(settings: EngineSettings, known: Collection[str]) -> str:
+    """Why an engine with these settings cannot pack, or "". The device is resolved; `known`: as `engine_kwargs` has it."""
+    if settings.generates:
+        return "rows next to sequences are not packed"
+    if settings.operations and "score" not in settings.operations:
+        return "scores alone are packed"
+    if settings.device != "cuda":
+        return f"multi-item scoring needs FlashInfer's attention, which runs on CUDA; the device is {settings.device}"
+    if settings.cached_query_tokens is not None:
+        return "queries are cached (cached_query_tokens)"
+    if missing := [name for name in PACKED if name not in known]:
+        return f"the installed SGLang has no setting {', '.join(missing)}"
+    if is_deterministic(settings.options):
+        return "a packed row has other bits than a plain one, and the engine is to be deterministic"
+    return refused_for_packing(settings.options)
+
+
+def with_packing(settings: EngineSettings, config: Callable[[], Mapping[str, Any]], known: Collection[str]) -> EngineSettings:
+    """`settings` with `packing` decided: "on" where engine, model and device allow it, else "off".
+
+    Args:
+        config: reads the model's `config.json`; empty: it is not known.
+        known: as `engine_kwargs` has it.
+
+    Raises:
+        SettingsError: `packing` was "on", and cannot be.
+    """
+    if settings.packing == "off":
+        return settings
+    why = why_unpacked(settings, known)
+    if not why:
+        found = config()
+        why = wrong_for_packing(found) if found else "its config.json cannot be read"
+    if why and settings.packs:
+        raise SettingsError(f"packing is on, and cannot be: {why}; set packing of the group to auto")
+    return msgspec.structs.replace(settings, packing="off" if why else "on")
 
 
 def _looks_ahead(config: Mapping[str, Any]) -> bool:

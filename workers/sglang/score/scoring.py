@@ -73,11 +73,13 @@ class EngineScoring:
             raise EngineError(f"{batch.operation}: this engine runs {', '.join(self.operations)}")
         if batch.hidden and not self.capabilities.hidden:
             raise EngineError("this model gives no pooled hidden states")
+        if batch.packed and not operation.packs:
+            raise EngineError(f"{batch.operation}: its rows are not packed")
         outcome: dict[int, Outputs | EngineError] = {}
         runnable: dict[int, RowPart] = {}
         for place, part in enumerate(batch.parts):
             try:
-                check_rows(part, self.capabilities)
+                check_rows(part, self.capabilities, packed=batch.packed)
                 operation.check(part, self.capabilities)
                 runnable[place] = part
             except EngineError as error:
@@ -85,18 +87,26 @@ class EngineScoring:
         forwards = cached = 0
         if runnable:
             parts = list(runnable.values())
-            refuse_oversize(parts, self.capabilities)
-            found, forwards, cached = await self.compute(operation, parts, batch.priority, batch.hidden)
+            refuse_oversize(parts, self.capabilities, packed=batch.packed)
+            found, forwards, cached = await self.compute(
+                operation, parts, batch.priority, hidden=batch.hidden, packed=batch.packed
+            )
             outcome.update(zip(runnable, map(unless_not_finite, parts, found), strict=True))
         return tuple(outcome[place] for place in range(len(batch.parts))), forwards, cached
 
     async def compute(
-        self, operation: RowOperation, parts: Sequence[RowPart], priority: int = 0, hidden: bool = False
+        self,
+        operation: RowOperation,
+        parts: Sequence[RowPart],
+        priority: int = 0,
+        *,
+        hidden: bool = False,
+        packed: bool = False,
     ) -> tuple[list[Outputs], int, int]:
         """Outputs of each part, how many forwards their rows took, and tokens of them that were cached. Raises EngineError."""
         sent = priority * self._priority_sign
         await self.cached.ensure(parts, priority, partial(self._send_ahead, operation, sent))
-        if self.capabilities.packed:
+        if packed:
             prompts = packed_prompts(parts, self.capabilities.context, min(DELIMITER, self.capabilities.vocab - 1))
         else:
             prompts = plain_prompts(parts)

@@ -39,6 +39,8 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
     for operation in scoring.operations.values():
         parts = _made_up(capabilities, operation, rows, length)
         [outputs, *_], forwards, _ = await scoring.compute(operation, parts)
+        if capabilities.packs and operation.packs:
+            await scoring.compute(operation, _sequences(capabilities, operation, rows, length), packed=True)
         capabilities = operation.measured(capabilities, outputs, scoring.config)
         if operation.has_hidden:
             with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
@@ -48,30 +50,34 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
             forwards = await _largest_forwards(scoring, operation)
     if forwards != 1:
         raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
+    packed_pace = await _pace(scoring, packed=True) if capabilities.packs else 0
     if capabilities.device == "cpu":
         pace, wanted_ms = await _cpu_pace(scoring)
     else:
         pace, wanted_ms = await _pace(scoring), capabilities.forward_ms
-    return msgspec.structs.replace(capabilities, pace=pace, forward_ms=wanted_ms)
+    return msgspec.structs.replace(capabilities, pace=pace, packed_pace=packed_pace, forward_ms=wanted_ms)
 
 
 async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> int:
     """Into how many forwards the engine cuts the largest batches of an operation: 1, or the first other number."""
     can = scoring.capabilities
     batches: list[list[RowPart]] = []
+    packed: list[list[RowPart]] = []
     if can.device != "cpu":
         # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never. Next to
         # sequences each batch is a forward of its own.
         most_rows, most_tokens = (can.batch_rows, can.batch_tokens) if can.mixed else (can.inflight_rows, can.inflight_tokens)
         rows = min(most_rows, most_tokens // can.context)
         batches.append(_made_up(can, operation, max(1, rows), can.context))
-    if can.packed:
+        if can.packs and operation.packs:
+            packed.append(_sequences(can, operation, max(1, rows), can.context))
+    if can.packs and operation.packs:
         # The same for the rows: at the end of each the whole vocabulary is computed.
-        batches.append(_short_rows(can, operation))
+        packed.append(_short_rows(can, operation))
     if can.cached_query:
         batches.append([_long_query(can, operation)])
-    for parts in batches:
-        _, forwards, _ = await scoring.compute(operation, parts)
+    for parts, joined in [*((parts, False) for parts in batches), *((parts, True) for parts in packed)]:
+        _, forwards, _ = await scoring.compute(operation, parts, packed=joined)
         if forwards != 1:
             return forwards
     if can.cached_query and (scoring.cached.missed or not scoring.cached.computed):
@@ -79,18 +85,20 @@ async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> 
     return 1
 
 
-async def _pace(scoring: EngineScoring) -> int:
+async def _pace(scoring: EngineScoring, *, packed: bool = False) -> int:
     """Tokens of a forward that takes FORWARD_S where others follow it, from the quickest of some pairs of full batches."""
-    capabilities, operation = scoring.capabilities, next(iter(scoring.operations.values()))
+    capabilities = scoring.capabilities
+    operation = next(one for one in scoring.operations.values() if one.packs or not packed)
+    made = _sequences if packed else _made_up
     length = min(_PACE_LENGTH, capabilities.context)
     rows = max(1, min(capabilities.batch_rows, capabilities.batch_tokens // length))
     quickest = math.inf
     for run in range(_PACE_RUNS):
         # Rows that were never seen: what an engine keeps, it does not compute again.
         seen = 1 + 2 * run
-        parts = [_made_up(capabilities, operation, rows, length, seed) for seed in (seen, seen + 1)]
+        parts = [made(capabilities, operation, rows, length, seed) for seed in (seen, seen + 1)]
         began = time.perf_counter()
-        await asyncio.gather(*(scoring.compute(operation, each) for each in parts))
+        await asyncio.gather(*(scoring.compute(operation, each, packed=packed) for each in parts))
         quickest = min(quickest, time.perf_counter() - began)
     return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
 
@@ -128,17 +136,19 @@ async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
 
 
 def _made_up(capabilities: Capabilities, operation: RowOperation, rows: int, length: int, seed: int = 0) -> list[RowPart]:
-    """`rows` different rows of `length` tokens in all; packed, as many sequences of that length, one after the other."""
-    asked = operation.trial()
-    ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
-    if not capabilities.packed:
-        # Low ids are words everywhere; among the high ones are places for images that there are none of.
-        words = min(capabilities.vocab, _WORDS)
-        ids = np.random.default_rng(seed).integers(0, words, rows * length, dtype=np.int32)
-        return [RowPart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), asked=asked)]
+    """`rows` different rows of `length` tokens in all."""
+    # Low ids are words everywhere; among the high ones are places for images that there are none of.
+    words = min(capabilities.vocab, _WORDS)
+    ids = np.random.default_rng(seed).integers(0, words, rows * length, dtype=np.int32)
+    return [RowPart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), asked=operation.trial())]
+
+
+def _sequences(capabilities: Capabilities, operation: RowOperation, rows: int, length: int, seed: int = 0) -> list[RowPart]:
+    """As many sequences of `length` tokens, one after the other."""
     # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
+    ids = (np.arange(max(rows, length), dtype=np.int32) + seed) % capabilities.vocab
     item = max(1, length - 3)
-    return [RowPart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), asked=asked) for i in range(rows)]
+    return [RowPart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), asked=operation.trial()) for i in range(rows)]
 
 
 def _long_query(capabilities: Capabilities, operation: RowOperation) -> RowPart:

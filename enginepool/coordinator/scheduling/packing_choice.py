@@ -1,0 +1,46 @@
+"""Whether the next batch of a worker is packed: what costs less time for each request, as was learned from its batches. Pure.
+
+A packed forward computes a query once and has one prompt for many rows. A plain one may run as a CUDA graph, which packed ones
+do not. So one request alone is often faster plain, and many that wait are faster packed. Both cost models are learned from the
+batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a turn now and then,
+where it is not much slower.
+"""
+
+from enginepool.coordinator.core.request import Request
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
+from enginepool.protocol.messages import Capabilities
+
+#: The slower kind has one of so many batches, if it takes no more than so many times the time of the other one.
+TURN, SLOWER = 64, 1.5
+
+
+def pack(head: Request, worker: Worker) -> bool:
+    """Whether the batch that `head` opens is packed; its rows can be."""
+    can, plain, packed = worker.capabilities, worker.pace, worker.packed_pace
+    assert can is not None
+    if plain is None or packed is None:
+        return True
+    work, group = head.work, head.group
+    waiting = max(1, group.waiting // max(1, group.routing.open))
+    rows_alone = _seconds(plain, work.tokens + work.rows * (can.page - 1), work.rows, waiting)
+    joined = _seconds(packed, packed_tokens(head, can), work.rows, waiting)
+    quicker, slower = sorted((rows_alone, joined))
+    packs = joined <= rows_alone
+    in_a_row = worker.packed_in_a_row if packs else -worker.packed_in_a_row
+    return packs != (in_a_row >= TURN and slower <= SLOWER * quicker)
+
+
+def packed_tokens(request: Request, can: Capabilities) -> int:
+    """What the rows of a request weigh as sequences of their own."""
+    work = request.work
+    items = work.tokens - work.rows * work.shared + work.rows
+    query = work.shared + 1
+    sequences = -(-items // max(1, can.context - query))
+    return items + sequences * (query + can.page - 1)
+
+
+def _seconds(model: ForwardCostModel, tokens: int, rows: int, waiting: int) -> float:
+    """Seconds that a request of so many tokens takes of forwards, which as many as wait share with it."""
+    together = min(waiting, model.tokens / model.weigh(tokens, rows))
+    return model.seconds(tokens, rows) - model.fixed_s + model.fixed_s / together
