@@ -441,6 +441,23 @@ def test_the_slower_kind_has_a_turn_now_and_then_so_that_its_costs_stay_known() 
     assert 1 <= minority <= 3
 
 
+@pytest.mark.parametrize(("pace", "keeps"), [(100, True), (120, True), (80, True), (1000, False), (20, False)])
+def test_what_was_learned_survives_the_restart_of_a_worker_on_a_device_like_the_one_before(pace: int, keeps: bool) -> None:
+    pool = Pool()
+    worker = paced(pool)
+    learn(worker.pace, 0.001, 0.0003)
+    learn(worker.packed_pace, 0.0115, 0.0001)
+    known = repr(worker.pace), repr(worker.packed_pace)
+    pool.do(ev.WorkerBroken(0, b"w", "dies"))
+    pool.worker("next", can=msgspec.structs.replace(PACKED, pace=pace, packed_pace=pace))
+    again = pool.machine.core.groups["g"].workers["next"]
+    assert ((repr(again.pace), repr(again.packed_pace)) == known) == keeps
+    assert again.pace is not worker.pace
+    before = again.pace
+    pool.do(ev.WorkerSaid(0, b"next", Ready(again.declared, 0)))  # type: ignore[arg-type]
+    assert again.pace is before, "it says so again after it slept"
+
+
 def test_plain_and_packed_batches_teach_only_the_costs_of_their_kind() -> None:
     pool = Pool()
     client, worker = pool.client(), paced(pool)

@@ -14,6 +14,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.prefix_affinity import PrefixIndex
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
@@ -33,10 +34,10 @@ class Group:
 
     __slots__ = (
         "adapters", "blocked", "capabilities", "config", "counts", "cut", "down", "exact", "first_answer", "halvings",
-        "heard_committed", "history", "holds", "label_ids", "live", "lost_external", "name", "on_hold", "peak", "peak_at",
-        "prefixes", "process_group", "queue", "reserved_worker", "resume_at", "routing", "running", "running_tokens", "slots",
-        "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
-        "woken", "workers", "zeros",
+        "heard_committed", "history", "holds", "label_ids", "learned", "live", "lost_external", "name", "on_hold", "peak",
+        "peak_at", "prefixes", "process_group", "queue", "reserved_worker", "resume_at", "routing", "running",
+        "running_tokens", "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting",
+        "weights", "weights_lost", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights, holds: GroupHolds | None = None) -> None:
@@ -80,6 +81,8 @@ class Group:
         self.reserved_worker: Worker | None = None
         #: the open workers
         self.routing: Routing[Worker] = Routing()
+        #: what plain and packed forwards cost the worker that was lost last; None: not known
+        self.learned: tuple[ForwardCostModel | None, ForwardCostModel | None] = (None, None)
         #: the tokens of labels that requests named by their texts: of at most MAX_LABELS
         self.label_ids: dict[str, int] = {}
         #: which worker was given the beginning of a prompt to generate from

@@ -53,9 +53,9 @@ class WorkerReports:
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
             self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
+        if worker.declared is None or _paces(worker.declared) != _paces(can):
+            worker.pace, worker.packed_pace = map(_model, group.learned, _paces(can))
         worker.declared, worker.capabilities = message.capabilities, can
-        worker.pace = _model(worker.pace, can.pace, can)
-        worker.packed_pace = _model(worker.packed_pace, can.packs and (can.packed_pace or can.pace), can)
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.asleep = frozenset(message.asleep)
         worker.detail = ""
@@ -187,9 +187,15 @@ class WorkerReports:
             put_text_back(text)
 
 
-def _model(known: ForwardCostModel | None, pace: int, can: Capabilities) -> ForwardCostModel | None:
-    """The cost model of a worker that declares this pace: the one that is `known`, unless it declared another one before."""
+def _paces(can: Capabilities) -> tuple[tuple[int, float], tuple[int, float]]:
+    """(tokens, seconds of their forward) of plain batches and of packed ones; 0 tokens: they do not matter."""
     forward_s = can.forward_ms / 1000
-    if known is not None and (known.said, known.forward_s) == (pace, forward_s):
-        return known
-    return ForwardCostModel(pace, forward_s) if pace else None
+    return (can.pace, forward_s), ((can.packed_pace or can.pace) if can.packs else 0, forward_s)
+
+
+def _model(learned: ForwardCostModel | None, paces: tuple[int, float]) -> ForwardCostModel | None:
+    """The cost model of a worker that declares this pace. It begins with what was `learned` of the one before, if that was like
+    it."""
+    if not paces[0]:
+        return None
+    return learned.again() if learned is not None and learned.like(*paces) else ForwardCostModel(*paces)

@@ -158,6 +158,8 @@ class WorkerRegistry:
         if planned:
             self.recall_streams(worker)  # they take longer than a drain, and are no cause of this end
         lose_worker(core, worker, reason)
+        if worker.pace is not None:
+            group.learned = worker.pace, worker.packed_pace
         batches = list(worker.batches.values())
         group.counts.lost_batches += len(batches)
         texts_lost(self.requests, worker, reason)

@@ -21,6 +21,8 @@ in both cases only the sum of their times is known. A model that dropped all but
 first.
 """
 
+from copy import copy
+
 from enginepool.protocol.capabilities import FORWARD_S
 
 #: Answers that are fewer seconds apart arrived in one turn of the loop, or come from one forward.
@@ -33,6 +35,8 @@ SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
 FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S / 2
 ROW_S, MOST_ROW_S = 0.0005, 0.005
 LEAST_TOKEN, MOST_TOKEN = 0.25, 4.0
+#: Paces that differ by no more than this factor may be of one device: measured twice, they are never quite equal.
+ALIKE = 1.5
 #: A short forward weighs the pace divided by this number, or as much as the fixed part. A request of a higher priority that
 #: arrives waits for two of them: one runs, one is launched.
 SHORT = 3
@@ -83,6 +87,19 @@ class ForwardCostModel:
         self._rs: float = 0.0
         self._said = SAID
         self._believed = BELIEVED
+
+    def like(self, said: int, forward_s: float) -> bool:
+        """Whether a worker that declares this pace may be on the same device."""
+        rates = said / forward_s, self.said / self.forward_s
+        return max(rates) <= ALIKE * min(rates)
+
+    def again(self) -> "ForwardCostModel":
+        """The same for another process: what was learned, without answers that are not learned yet."""
+        model = copy(self)
+        model._at = model._before = float("-inf")
+        model._tokens = model._rows = 0
+        model._run_s, model._fits = 0.0, False
+        return model
 
     def weigh(self, tokens: int, rows: int) -> float:
         """The weight of so many rows with so many tokens in all, in tokens."""
