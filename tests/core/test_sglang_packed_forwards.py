@@ -1,5 +1,6 @@
 """What is changed in SGLang so that one engine packs some batches and others not, on classes that stand for SGLang's."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,7 +111,9 @@ def test_graphs_stay_on_in_both_places_where_versions_of_sglang_switch_them_off(
     keep_graphs(Settings, "_handle_multi_item_scoring")
     keep_graphs(module, "handle_multi_item_scoring")
     settings = Settings()
-    settings._handle_multi_item_scoring()  # pyright: ignore[reportPrivateUsage]
+    step: Any = vars(Settings)["_handle_multi_item_scoring"]
+    step(settings)
     module.handle_multi_item_scoring(settings)
     assert settings.graphs
+    assert str(inspect.signature(step)) == "(self) -> None", "the table of private names is held against it afterwards"
     assert module.handle_multi_item_scoring.__name__ == "handle_multi_item_scoring", "SGLang finds its hooks by this name"

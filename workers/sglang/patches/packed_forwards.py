@@ -9,6 +9,7 @@ here
 - the settings stay as they are. What SGLang would change there, the worker's own rules require.
 """
 
+import functools
 from typing import Any
 
 
@@ -16,7 +17,8 @@ def keep_graphs(resolution: Any, name: str) -> None:
     """Have SGLang's settings left as they are where there is multi-item scoring. `resolution` has, by this name, the step that
     switches CUDA graphs and the radix cache off: a module of functions, or in older versions the class of the settings."""
 
-    def handle_multi_item_scoring(settings: Any) -> None:
+    @functools.wraps(getattr(resolution, name))
+    def handle_multi_item_scoring(_settings: Any) -> None:
         """Nothing: see `host/settings.py`."""
 
     setattr(resolution, name, handle_multi_item_scoring)
