@@ -70,6 +70,22 @@ def test_an_sglang_with_another_signature_is_refused_for_good_before_the_model_l
     assert "Scheduler.is_disable_overlap_for_batch(self, batch) has another signature than (self, batch, last_batch)" in said
 
 
+PACKING = """
+import sglang, sglang.srt.entrypoints.engine as engine
+from enginepool.workers.sglang.host import build
+from enginepool.workers.sglang.patches.signature_check import refuse_unknown
+build._keep_graphs(engine.ServerArgs)
+refuse_unknown(sglang.__version__, flashinfer=False)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.every_version
+def test_the_names_that_packing_replaces_before_an_engine_starts_are_there_and_keep_their_signatures() -> None:
+    status, said = run_code(PACKING)
+    assert status == 0, said
+
+
 @pytest.mark.engine
 def test_other_programs_can_import_sglang_and_transformers_in_this_environment(tmp_path: Path) -> None:
     """Without the pool's help: what TRL and sentence-transformers import."""
