@@ -25,7 +25,6 @@ from pathlib import Path
 from bench.processes import Child
 from bench.score import plot
 from bench.score.contestants import (
-    BARE,
     BEST,
     CACHED,
     CONTESTANTS,
@@ -45,42 +44,45 @@ from bench.table import Row, Target, parser, show, write
 from bench.wire import leave
 from enginepool.cli.tiny_model_files import make_tiny_model
 
+WORKLOADS = ("pr", "long", "text", "zipf", "mixed", "single", "reward", "mix")
 #: Seconds to make a model.
 MODEL_S = 600.0
 
-#: What stands before the rows that compare another of the pools, not the plain one, with the others.
-OF_PACKED = "packed: "
+#: What stands before the rows that compare the pool with cached queries, not the default one, with the others.
 OF_CACHED = "cached: "
-OTHERS = {OF_PACKED: PACKED, OF_CACHED: CACHED}
+#: The same tokens as text and as ids.
+TEXT = "text, saturation: of that of ids"
 #: Workers -> how many times the requests of one worker they should answer.
 SCALED = {2: 1.9, 4: 3.7}
-HIGH = "pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight"
+OF_MIX = "pr, mix at 120 % of saturation"
+HIGH = f"{OF_MIX}, high: p99 / p50 of 1 in flight"
 
 TARGETS = (
-    Target("pr, 70 requests/s: p50", WORKER_FLAGS, 0.6),
-    Target(OF_PACKED + "pr, 70 requests/s: p50", WORKER_FLAGS, 0.6),
-    Target("pr, 70 requests/s: p99", WORKER_FLAGS, 0.15),
-    Target(OF_PACKED + "pr, 70 requests/s: p99", WORKER_FLAGS, 0.15),
-    Target("pr, 70 requests/s: p50", BARE, 1.05),
-    Target("pr, saturation", BARE, 1.0, at_most=False),
-    Target(OF_PACKED + "pr, saturation", WORKER_FLAGS, 1.6, at_most=False),
-    Target(OF_PACKED + "pr, saturation", BEST, 1.1, at_most=False),
+    Target("pr, 1 in flight: p50", WORKER_FLAGS, 0.8),
+    Target("pr, 70 requests/s: p50", WORKER_FLAGS, 0.4),
+    Target("pr, 70 requests/s: p99", WORKER_FLAGS, 0.35),
+    Target("pr, saturation", WORKER_FLAGS, 2.2, at_most=False),
+    Target("pr, saturation", BEST, 1.1, at_most=False),
     Target("pr, saturation: forwards per batch", OURS, 1.0, of_value=True),
-    Target("pr, saturation: forwards per batch", PACKED, 1.0, of_value=True),
-    Target(OF_PACKED + "long, saturation", WORKER_FLAGS, 15, at_most=False),
-    Target(OF_PACKED + "long, saturation", BEST, 1.1, at_most=False),
+    Target("long, saturation", WORKER_FLAGS, 20, at_most=False),
+    Target("long, saturation", BEST, 1.1, at_most=False),
+    Target("long, saturation: forwards per batch", OURS, 1.0, of_value=True),
+    Target("zipf, saturation", OURS, 3900, at_most=False, of_value=True),
+    Target("zipf, saturation", BEST, 1.1, at_most=False),
+    Target("mixed, saturation", OURS, 2000, at_most=False, of_value=True),
+    Target("mixed, saturation", BEST, 1.1, at_most=False),
+    Target("single, saturation", WORKER_FLAGS, 3.5, at_most=False),
     Target(OF_CACHED + "long, saturation", WORKER_FLAGS, 3, at_most=False),
-    Target("long, saturation: forwards per batch", CACHED, 1.0, of_value=True),
     Target("reward, 500 requests/s: p99", WORKER_FLAGS, 0.3),
     Target("reward, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, cost of hidden states", OURS, 10, of_value=True),
-    Target(HIGH, OURS, 4, of_value=True),
-    Target(HIGH, PACKED, 4, of_value=True),
+    Target(TEXT, OURS, 90, at_most=False, of_value=True),
+    Target(HIGH, OURS, 3, of_value=True),
+    Target(f"{OF_MIX}: answered in time, of saturation", OURS, 90, at_most=False, of_value=True),
     *(
-        Target("pr, saturation: of one worker", with_workers(who, workers), bound, at_most=False, of_value=True)
+        Target("pr, saturation: of one worker", with_workers(OURS, workers), bound, at_most=False, of_value=True)
         for workers, bound in SCALED.items()
-        for who in (OURS, PACKED)
     ),
 )
 
@@ -97,6 +99,10 @@ def rows_of(found: dict[str, Numbers]) -> list[Row]:
     plain, hidden = (ours.get(f"{name}, saturation") for name in ("reward", "reward + hidden"))
     if plain and hidden and hidden.value:
         ours["reward + hidden, cost of hidden states"] = Number(100 * ((plain.over(hidden) or 1.0) - 1), "%")
+    for who, numbers in found.items():
+        text, ids = (numbers.get(f"{name}, saturation") for name in ("text", "pr"))
+        if text and ids and (ratio := text.over(ids)) is not None:
+            found = found | {who: numbers | {TEXT: Number(100 * ratio, "%")}}
     for who in (OURS, PACKED):
         for workers in SCALED:
             one, many = (found.get(with_workers(who, count), {}).get("pr, saturation") for count in (1, workers))
@@ -117,14 +123,13 @@ def row_of(what: str, who: str, number: Number, ratio: float | None) -> Row:
     return Row(what, who, number.value, number.unit, ratio, number.spread, number.samples)
 
 
-def rows_of_others(found: dict[str, Numbers]) -> list[Row]:
-    """The same with the ratio of the packed pool's numbers, and of the one with cached queries, to those of the others."""
+def rows_of_cached(found: dict[str, Numbers]) -> list[Row]:
+    """The same with the ratio of the numbers of the pool with cached queries to those of the others."""
     return [
-        row_of(of + what, who, numbers[what], mine.over(numbers[what]))
-        for of, pool in OTHERS.items()
-        for what, mine in found.get(pool, {}).items()
+        row_of(OF_CACHED + what, who, numbers[what], mine.over(numbers[what]))
+        for what, mine in found.get(CACHED, {}).items()
         for who, numbers in found.items()
-        if who != pool and what in numbers
+        if who != CACHED and what in numbers
     ]
 
 
@@ -166,7 +171,7 @@ def machine(device: str) -> str:
 
 def options() -> argparse.Namespace:
     """The command line."""
-    who, what = (",".join(names) for names in ([one.name for one in CONTESTANTS], ["pr", "long", "reward", "mix"]))
+    who, what = (",".join(names) for names in ([one.name for one in CONTESTANTS], WORKLOADS))
     found = parser("score_gpu", (__doc__ or "").split("\n", 1)[0])
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--model", type=Path, metavar="DIR", help="a causal model (default: one of random weights)")
@@ -226,7 +231,7 @@ def main() -> None:
 
         def save(found: dict[str, Numbers]) -> None:
             if chosen.json:
-                write(chosen.json, rows_of(found) + rows_of_others(found))
+                write(chosen.json, rows_of(found) + rows_of_cached(found))
 
         run = Run(whole, chosen.device, scratch, gpu, save, say, chosen.interleave)
         # Also when the run is ended early.
@@ -247,7 +252,7 @@ def report(chosen: argparse.Namespace, whole: Plan, run: Run) -> None:
     show_wide(title, rows, OURS)
     if chosen.device == "cuda":
         aimed = {(target.what, target.who) for target in TARGETS}
-        judged = [row for row in rows + rows_of_others(run.found) if (row.what, row.who) in aimed]
+        judged = [row for row in rows + rows_of_cached(run.found) if (row.what, row.who) in aimed]
         show("where there is a target", judged, TARGETS)
     if chosen.plot:
         rates = next((workload.rates for workload in whole.workloads if workload.name == "pr"), ())

@@ -33,11 +33,10 @@ class EngineCaller:
         self._engine = engine
 
     def prepare(self, shape: Shape, number: int) -> object:
-        request = shape.request(number)
-        return shape, request.query.tolist(), request.items.tolist()
+        return shape, *shape.request(number).listed()
 
     async def call(self, request: Any, priority: int) -> Answer:
-        shape, query, items = cast("tuple[Shape, list[int], list[list[int]]]", request)
+        shape, query, items = cast("tuple[Shape, list[int] | str, list[list[int] | str]]", request)
         labels = list(shape.labels) or None
         result = await self._engine.async_score(query, items, label_token_ids=labels, return_pooled_hidden_states=shape.hidden)
         if (result.pooled_hidden_states is not None) != shape.hidden:

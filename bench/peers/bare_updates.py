@@ -46,8 +46,8 @@ class Bare:
     def do_score(self, shape: dict[str, Any]) -> dict[str, object]:
         """The scores of one request."""
         request_shape = msgspec.convert(shape, Shape)
-        query, items = request_shape.request(0)
-        result = self._engine.score(query.tolist(), items.tolist(), label_token_ids=list(request_shape.labels))
+        query, items = request_shape.request(0).listed()
+        result = self._engine.score(query, items, label_token_ids=list(request_shape.labels))
         while not self._engine.flush_cache().success:  # an update ends an engine that has not let go of a request
             time.sleep(_LOOK_S)
         return {"scores": result.scores}

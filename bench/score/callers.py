@@ -131,22 +131,22 @@ class HttpCaller:
         return cls(address, aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)))
 
     def prepare(self, shape: Shape, number: int) -> object:
-        request = shape.request(number)
-        body: dict[str, object] = {"query": request.query.tolist(), "items": request.items.tolist(), "model": "default"}
+        query, items = shape.request(number).listed()
+        body: dict[str, object] = {"query": query, "items": items, "model": "default"}
         if shape.labels:
             body["label_token_ids"] = shape.labels
         if shape.hidden:
             body["return_pooled_hidden_states"] = True
-        return shape, msgspec.json.encode(body)
+        return shape, len(items), msgspec.json.encode(body)
 
     async def call(self, request: Any, priority: int) -> Answer:
-        shape, body = cast("tuple[Shape, bytes]", request)
+        shape, rows, body = cast("tuple[Shape, int, bytes]", request)
         async with self._session.post(self._url, data=body, headers={"content-type": "application/json"}) as response:
             text = await response.read()
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {text[:200]!r}")
         scored = self._decode(text)
-        if len(scored.scores) != shape.items or (scored.pooled_hidden_states is not None) != shape.hidden:
+        if len(scored.scores) != rows or (scored.pooled_hidden_states is not None) != shape.hidden:
             raise RuntimeError(f"not the answer to what was asked: {text[:200]!r}")
         return Answer(scored.scores, scored.usage.prompt_tokens if scored.usage else 0)
 

@@ -153,6 +153,8 @@ class Contest:
         yield f"{name}, low: p50", Number(low.p50_ms, "ms")
         yield f"{name}, low: p99", Number(low.p99_ms, "ms")
         yield f"{name}, low: answered in time", Number(low.in_time / seconds, "requests/s")
+        in_time = sum(one.in_time for one in phase.priorities.values()) / seconds
+        yield f"{name}: answered in time, of saturation", Number(100 * in_time / saturated, "%")
         yield from self._inside(name, phase)
 
 

@@ -15,11 +15,26 @@ STRIDE = 512
 #: Ids that every tokenizer has, or a server refuses them as labels.
 LABELS = (100, 200)
 
+#: Each of them is one token of the models that are made here, after a space.
+_WORDS = (
+    "answer answers asyncio batch by capital carries computed each engines every for forward have in is it items "
+    "main model no number of one or pair pass passage pool print priority prompts query question relevant responses "
+    "reward scores sends that the this to trainer version weights with yes"
+)
+WORDS = _WORDS.split()
+#: of the frequencies of queries
+ZIPF = 1.1
+
 Head = Literal["causal", "reward"]
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A request of `items` rows of `query` + `item` token ids, drawn below `vocab`; `hidden` asks for pooled hidden states."""
+    """A request of `items` rows of `query` + `item` token ids, drawn below `vocab`.
+
+    least: with (query, items, item), these are the least and the others the most of lengths that are drawn log-uniformly.
+    queries: so many different queries, drawn by Zipf's law with the exponent 1.1; 0: each request has its own.
+    text: words of one token each instead of ids. hidden: asks for pooled hidden states.
+    """
 
     query: int
     items: int
@@ -27,19 +42,52 @@ class Shape(msgspec.Struct, frozen=True):
     vocab: int = 0
     labels: tuple[int, ...] = LABELS
     hidden: bool = False
+    least: tuple[int, int, int] | None = None
+    queries: int = 0
+    text: bool = False
 
     def request(self, number: int) -> "Request":
-        """The token ids of request `number`, the same ones in every process and every run."""
-        chance = np.random.default_rng((number, self.query, self.items, self.item))
-        ids = chance.integers(0, self.vocab, self.query + self.items * self.item, dtype=np.int32)
-        return Request(ids[: self.query], ids[self.query :].reshape(self.items, self.item))
+        """What request `number` asks, the same in every process and every run."""
+        most = (self.query, self.items, self.item)
+        chance = np.random.default_rng((number, *most))
+        if self.least is None:
+            ids = chance.integers(0, self.vocab, self.query + self.items * self.item, dtype=np.int32)
+            query, items = ids[: self.query], list(ids[self.query :].reshape(self.items, self.item))
+        else:
+            query_length, rows = (drawn(chance, least, most) for least, most in zip(self.least[:2], most[:2], strict=True))
+            items = [
+                chance.integers(0, self.vocab, drawn(chance, self.least[2], self.item), dtype=np.int32) for _ in range(rows)
+            ]
+            query = chance.integers(0, self.vocab, query_length, dtype=np.int32)
+        if self.queries:
+            weights = np.arange(1, self.queries + 1, dtype=np.float64) ** -ZIPF
+            which = int(chance.choice(self.queries, p=weights / weights.sum()))
+            query = np.random.default_rng((which, self.queries)).integers(0, self.vocab, self.query, dtype=np.int32)
+        if self.text:
+            return Request(in_words(query), [in_words(item) for item in items])
+        return Request(query, items)
+
+
+def drawn(chance: np.random.Generator, least: int, most: int) -> int:
+    """An integer from `least` to `most`, log-uniformly."""
+    return min(most, int(np.exp(chance.uniform(np.log(least), np.log(most + 1)))))
+
+
+def in_words(ids: Ids) -> str:
+    """A text of as many tokens."""
+    return "".join(f" {WORDS[one % len(WORDS)]}" for one in ids)
 
 
 class Request(NamedTuple):
-    """query: int32 [length]; items: int32 [items, length]."""
+    """A query and its items: token ids, or texts."""
 
-    query: Ids
-    items: Ids
+    query: Ids | str
+    items: list[Ids] | list[str]
+
+    def listed(self) -> tuple[list[int] | str, list[list[int] | str]]:
+        """The same without arrays."""
+        query, *items = (one if isinstance(one, str) else one.tolist() for one in (self.query, *self.items))
+        return query, items
 
 
 @dataclass(frozen=True)
@@ -103,6 +151,10 @@ def plan(device: str, quick: bool) -> Plan:
         workloads = (
             Workload("pr", Shape(12, 10, 18), (4, 8), 4),
             Workload("long", Shape(100, 20, 5), (), 4),
+            Workload("text", Shape(12, 10, 18, text=True), (4, 8), 4),
+            Workload("zipf", Shape(30, 20, 12, least=(30, 20, 2), queries=40), (), 4),
+            Workload("mixed", Shape(40, 37, 90, least=(2, 1, 1)), (), 4),
+            Workload("single", Shape(4, 1, 2), (), 8),
             Workload("reward", rewarded, (20,), 8, "reward"),
             Workload("reward + hidden", msgspec.structs.replace(rewarded, hidden=True), (20,), 8, "reward"),
         )
@@ -111,6 +163,10 @@ def plan(device: str, quick: bool) -> Plan:
         workloads = (
             Workload("pr", Shape(120, 10, 180), (70, 120, 180), 64),
             Workload("long", Shape(1000, 50, 20), (), 16),
+            Workload("text", Shape(120, 10, 180, text=True), (70,), 64),
+            Workload("zipf", Shape(300, 20, 120, least=(300, 20, 20), queries=40), (), 24),
+            Workload("mixed", Shape(400, 37, 900, least=(20, 1, 3)), (20,), 32),
+            Workload("single", Shape(40, 1, 20), (), 256),
             Workload("reward", rewarded, (500,), 256, "reward"),
             Workload("reward + hidden", msgspec.structs.replace(rewarded, hidden=True), (500,), 256, "reward"),
         )

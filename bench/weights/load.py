@@ -88,7 +88,7 @@ class Load:
     async def _score(self, shape: Shape, number: int) -> ScoreResult:
         assert self._pool is not None
         query, items = shape.request(number)
-        return await self._pool.score(query, list(items), label_token_ids=list(shape.labels))
+        return await self._pool.score(query, items, label_token_ids=list(shape.labels))
 
 
 async def main() -> None:

@@ -47,6 +47,7 @@ from bench.score.measure import Contest, Number, Numbers
 from bench.score.pivot import show_wide
 from bench.score.run import Run
 from bench.score.workloads import STRIDE, Mix, Plan, Shape, Workload, plan
+from enginepool.cli.tiny_model_files import make_tiny_model
 
 SHAPE = Shape(3, 2, 4, vocab=50)
 #: Phases long enough for something to be counted where a process stands still for a second of them.
@@ -98,12 +99,34 @@ def all_numbers(contest: Contest) -> Numbers:
 
 
 def test_requests_are_the_same_in_every_process_and_differ_from_each_other() -> None:
-    code = "from bench.score.workloads import Shape; print(Shape(3, 2, 4, vocab=50).request(7).items.tolist())"
+    code = "from bench.score.workloads import Shape; print(Shape(3, 2, 4, vocab=50).request(7).listed()[1])"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     mine = SHAPE.request(7)
-    assert json.loads(other.stdout) == mine.items.tolist()
-    assert mine.query.shape == (3,) and mine.items.shape == (2, 4)
-    assert SHAPE.request(8).items.tolist() != mine.items.tolist()
+    query, items = mine.listed()
+    assert json.loads(other.stdout) == items
+    assert (len(query), [len(item) for item in items]) == (3, [4, 4])
+    assert SHAPE.request(8).listed()[1] != items
+
+
+def test_lengths_are_within_their_bounds_and_few_queries_are_asked_again_and_again() -> None:
+    ragged = msgspec.structs.replace(SHAPE, query=40, items=7, item=30, least=(5, 2, 3))
+    found = [ragged.request(number).listed() for number in range(300)]
+    assert {len(query) for query, _ in found} >= {5, 40} and all(5 <= len(query) <= 40 for query, _ in found)
+    assert {len(items) for _, items in found} == {2, 3, 4, 5, 6, 7}
+    lengths = [len(item) for _, items in found for item in items]
+    assert (min(lengths), max(lengths)) == (3, 30)
+    assert sum(length < 10 for length in lengths) > len(lengths) / 3, "log-uniform"
+    again = msgspec.structs.replace(ragged, query=9, least=(9, 2, 3), queries=4)
+    queries = [str(again.request(number).listed()[0]) for number in range(400)]
+    counts = sorted((queries.count(query) for query in set(queries)), reverse=True)
+    assert len(counts) == 4 and counts[0] > 1.5 * counts[1]
+
+
+def test_a_text_has_as_many_tokens_as_the_ids_in_its_place(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package: make setup")
+    tokenizer = tokenizers.Tokenizer.from_file(str(make_tiny_model(tmp_path) / "tokenizer.json"))
+    query, items = msgspec.structs.replace(SHAPE, query=30, item=200, text=True).request(0).listed()
+    assert [len(tokenizer.encode(query + item).ids) for item in items] == [230, 230]
 
 
 def test_open_loads_ask_every_contestant_at_the_same_moments() -> None:
@@ -199,8 +222,8 @@ def test_http_servers_are_asked_as_sglang_documents_it_and_wrong_answers_refused
     asyncio.run(ask())
     wanted = SHAPE.request(1)
     assert bodies[0] == {
-        "query": wanted.query.tolist(),
-        "items": wanted.items.tolist(),
+        "query": wanted.listed()[0],
+        "items": wanted.listed()[1],
         "model": "default",
         "label_token_ids": [100, 200],
     }
@@ -358,7 +381,7 @@ def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
     assert text.index(OURS) < text.index("server")
 
 
-def test_other_pools_are_compared_by_themselves_and_wider_ones_with_one_worker() -> None:
+def test_cached_queries_are_compared_by_themselves_wider_pools_with_one_worker_and_text_with_ids() -> None:
     found = {
         "server": {"pr, saturation": Number(50.0, "items/s")},
         OURS: {"pr, saturation": Number(100.0, "items/s")},
@@ -366,13 +389,16 @@ def test_other_pools_are_compared_by_themselves_and_wider_ones_with_one_worker()
         with_workers(OURS, 2): {"pr, saturation": Number(190.0, "items/s")},
     }
     found[CACHED] = {"pr, saturation": Number(200.0, "items/s")}
-    packed = {(row.what, row.who): row.ratio for row in score_gpu.rows_of_others(found)}
-    assert packed["cached: pr, saturation", "server"] == 4.0
-    assert packed["packed: pr, saturation", "server"] == 3.0
-    assert packed["packed: pr, saturation", OURS] == 1.5
+    cached = {(row.what, row.who): row.ratio for row in score_gpu.rows_of_cached(found)}
+    assert cached == {
+        ("cached: pr, saturation", who): ratio
+        for who, ratio in (("server", 4.0), (OURS, 2.0), (PACKED, 200 / 150), (with_workers(OURS, 2), 200 / 190))
+    }
+    found[PACKED]["text, saturation"] = Number(120.0, "items/s")
     rows = {(row.what, row.who): row.value for row in score_gpu.rows_of(found)}
     assert rows["pr, saturation: of one worker", "enginepool, 2 workers"] == pytest.approx(1.9)
-    assert score_gpu.rows_of_others({OURS: found[OURS]}) == []
+    assert rows[score_gpu.TEXT, PACKED] == pytest.approx(80.0)
+    assert score_gpu.rows_of_cached({OURS: found[OURS]}) == []
 
 
 def test_curves_hold_the_rates_that_were_measured() -> None:
@@ -394,15 +420,13 @@ def test_a_plot_is_drawn_or_its_lack_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None:
     whole = plan(device, quick=True)
-    assert [workload.name for workload in whole.workloads] == ["pr", "long", "reward", "reward + hidden"]
+    names = {workload.name for workload in whole.workloads}
+    assert names == {*score_gpu.WORKLOADS, "reward + hidden"} - {"mix"}
     assert whole.only({"reward"}).of("causal") == ()
     assert whole.only({"reward"}).mix is None
     assert [workload.rates for workload in whole.at((3.0,)).workloads[:2]] == [(3.0,), ()]
     if device == "cuda":
-        names = {workload.name for workload in whole.workloads}
-        prefixes = tuple(score_gpu.OTHERS)
-        whats = [target.what for target in score_gpu.TARGETS]
-        whats = [what.partition(": ")[2] if what.startswith(prefixes) else what for what in whats]
+        whats = [target.what.removeprefix(score_gpu.OF_CACHED) for target in score_gpu.TARGETS]
         assert {what.split(",")[0] for what in whats} <= names
         pools = {with_workers(who, workers) for who in (OURS, PACKED) for workers in score_gpu.SCALED}
         assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS} | pools
@@ -426,7 +450,7 @@ def test_checks_return_the_scores_of_one_request() -> None:
     [
         (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,packed,plain,cached"),
         (["--repetitions", "0"], "--repetitions: got 0; use 1 or more"),
-        (["--workloads", ""], "--workloads: '': there are pr,long,reward,mix"),
+        (["--workloads", ""], "--workloads: '': there are pr,long,text,zipf,mixed,single,reward,mix"),
         (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),
     ],
 )
