@@ -27,10 +27,12 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     states, or of those of generated tokens (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one
     batch; `inflight_*`: bound on the sum of all batches at this worker. A single row may exceed `batch_tokens`, never
     `inflight_tokens`. `max_item` more than 0: where a batch says so, the worker packs its rows, that is, joins rows of one
-    query into sequences (`packing.py`), with no longer item. `packed_pace`: as `pace`, of such batches.
+    query into sequences (`packing.py`), with no longer item. `packed_pace`, `packed_fixed_ms`: as `pace` and `fixed_ms`, of
+    such batches.
     `pace`: tokens that the engine computes in `forward_ms` milliseconds, the time for which a request of high priority may be
     kept waiting by one forward of others (0: no matter); batches are filled and put in flight accordingly. Both are measured
-    and may differ between workers of a group. The coordinator begins with this pace, and learns from the batches.
+    and may differ between workers of a group. The coordinator begins with this pace, and learns from the batches. `fixed_ms`:
+    milliseconds of the smallest forward, of which a larger one takes about as many besides its tokens (0: not measured).
     `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
     request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
     these budgets were halved (`halved`), because engines of the group ran out of memory. `separator`: the token that stands
@@ -83,6 +85,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     parallel: tuple[int, int, int, int] = (1, 1, 1, 1)
     token_bytes: int = 0
     packed_pace: int = 0
+    fixed_ms: int = 0
+    packed_fixed_ms: int = 0
 
     @property
     def packs(self) -> bool:

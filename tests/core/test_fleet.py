@@ -1,6 +1,6 @@
 """Promises about workers: loss is noticed, nothing is lost with them, poison is found, restarts are bounded."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -559,7 +559,10 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool.worker(
         "a", can=CAN.__class__("causal", 1000, 100, batch_tokens=300, batch_rows=8, inflight_tokens=200, inflight_rows=16)
     )
-    wrongs = ({"page": 0}, {"page": 2**64 - 1}, {"labels": -1}, {"hidden": -1}, {"operations": ("score", "x" * 2000)})
+    wrongs: list[dict[str, Any]] = [
+        {"page": 0}, {"page": 2**64 - 1}, {"labels": -1}, {"hidden": -1}, {"operations": ("score", "x" * 2000)},
+        {"packed_pace": 2**62}, {"fixed_ms": -1}, {"packed_fixed_ms": 2**40},
+    ]  # fmt: skip
     for number, wrong in enumerate(wrongs):
         pool.worker(f"p{number}", can=msgspec.structs.replace(CAN, **wrong))
         assert not pool.machine.core.groups["g"].workers

@@ -145,7 +145,7 @@ def test_nothing_that_a_worker_says_makes_it_absurd(said: list[tuple[float, floa
         for seconds, waited, tokens, rows in said:
             run.run(seconds, tokens, rows, waited=waited)
         pace = run.end()
-        assert first / 8 - 1 <= pace.tokens <= 4 * first
+        assert first / 16 - 1 <= pace.tokens <= 4 * first
         assert 0 <= pace.row <= 4 * first * MOST_ROW_S / FORWARD_S
         assert pace.seconds(0, 0) <= MOST_FIXED_S
 

@@ -82,3 +82,35 @@ def test_a_cpu_of_any_pace_is_measured_in_a_few_seconds(
     true = min((wanted_ms / 1000 - small_s) / token_s, found.batch_tokens)
     assert 0.6 * true <= found.pace <= 1.3 * true
     assert scoring.now <= 15, "seconds for the whole warm-up"
+
+
+class Card:
+    """A GPU on a clock of its own. Its packed forwards take as long as their launch, however little they hold."""
+
+    config = None
+
+    def __init__(self, **can: Any) -> None:
+        self.capabilities = Capabilities("causal", 1000, 4000, 16384, 1024, 32768, 2048, device="cuda", **can)
+        self.operations = {"score": LabelScores()}
+        self.now = 0.0
+
+    async def compute(
+        self, operation: RowOperation, parts: list[RowPart], *, packed: bool = False
+    ) -> tuple[list[Outputs], int, int]:
+        lengths = [length for part in parts for length in part.lengths]
+        self.now += max(0.027 if packed else 0.012, 2.5e-6 * sum(lengths))
+        return [{"scores": np.zeros((len(lengths), 1), np.float32)}], 1, 0
+
+    def perf_counter(self) -> float:
+        """In the place of `time.perf_counter`."""
+        return self.now
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_gpu_declares_what_its_smallest_forwards_take_of_each_kind(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring: Any = Card(max_item=3000 if packs else 0)
+    monkeypatch.setattr(warmup, "time", scoring)
+    found = asyncio.run(warm_up(scoring))
+    assert (found.fixed_ms, found.packed_fixed_ms) == (12, 27 if packs else 0)
+    assert found.pace == pytest.approx(10_000, rel=0.02)
+    assert found.packed_pace == (pytest.approx(10_000, rel=0.02) if packs else 0)

@@ -33,14 +33,15 @@ def impossible(can: Capabilities) -> str:
         0 < can.batch_tokens <= can.inflight_tokens
         and 0 < can.batch_rows <= can.inflight_rows
         and 0 < can.page <= can.inflight_tokens
-        and max(can.inflight_tokens, can.inflight_rows, can.pace, can.sequences, can.sequence_tokens) <= MAX_BUDGET
+        and max(can.inflight_tokens, can.inflight_rows, can.sequences, can.sequence_tokens) <= MAX_BUDGET
+        and 0 <= min(can.pace, can.packed_pace) <= max(can.pace, can.packed_pace) <= MAX_BUDGET
+        and 0 <= min(can.fixed_ms, can.packed_fixed_ms) <= max(can.fixed_ms, can.packed_fixed_ms) <= MOST_FORWARD_MS
         and 0 < can.context <= MAX_CONTEXT
         and can.vocab > 0
         and can.labels >= 0
         and can.hidden >= 0
         and (0 < min(can.experts) <= max(can.experts) <= MAX_EXPERTS or can.experts == (0, 0))
         and can.max_item >= 0
-        and min(can.pace, can.packed_pace) >= 0
         and 0 < can.forward_ms <= MOST_FORWARD_MS
         and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
@@ -70,7 +71,10 @@ def _possible_sequences(can: Capabilities) -> bool:
 
 
 #: capabilities in which workers of a group may differ; they share all others
-_OWN = ("model", "engine", "device", "dtype", "parallel", "pace", "packed_pace", "forward_ms", "halvings", "reserved")
+_OWN = (
+    "model", "engine", "device", "dtype", "parallel", "pace", "packed_pace", "fixed_ms", "packed_fixed_ms", "forward_ms",
+    "halvings", "reserved",
+)  # fmt: skip
 _SHARED = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
 
 

@@ -53,8 +53,8 @@ class WorkerReports:
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
             self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
-        if worker.declared is None or _paces(worker.declared) != _paces(can):
-            worker.pace, worker.packed_pace = map(_model, group.learned, _paces(can))
+        if worker.declared is None or _costs(worker.declared) != _costs(can):
+            worker.pace, worker.packed_pace = map(_model, group.learned, _costs(can))
         worker.declared, worker.capabilities = message.capabilities, can
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.asleep = frozenset(message.asleep)
@@ -187,15 +187,19 @@ class WorkerReports:
             put_text_back(text)
 
 
-def _paces(can: Capabilities) -> tuple[tuple[int, float], tuple[int, float]]:
-    """(tokens, seconds of their forward) of plain batches and of packed ones; 0 tokens: they do not matter."""
-    forward_s = can.forward_ms / 1000
-    return (can.pace, forward_s), ((can.packed_pace or can.pace) if can.packs else 0, forward_s)
+#: what a worker declares of batches of one kind: its pace, the milliseconds of such a forward, and those of the smallest one
+_Costs = tuple[int, int, int]
 
 
-def _model(learned: ForwardCostModel | None, paces: tuple[int, float]) -> ForwardCostModel | None:
-    """The cost model of a worker that declares this pace. It begins with what was `learned` of the one before, if that was like
-    it."""
-    if not paces[0]:
+def _costs(can: Capabilities) -> tuple[_Costs, _Costs]:
+    """Of plain batches and of packed ones; a pace of 0: they do not matter."""
+    packed_pace = (can.packed_pace or can.pace) if can.packs else 0
+    return (can.pace, can.forward_ms, can.fixed_ms), (packed_pace, can.forward_ms, can.packed_fixed_ms)
+
+
+def _model(learned: ForwardCostModel | None, costs: _Costs) -> ForwardCostModel | None:
+    """The cost model of a worker. It begins with what was `learned` of the one before, if that was like what it declares."""
+    if not costs[0]:
         return None
-    return learned.again() if learned is not None and learned.like(*paces) else ForwardCostModel(*paces)
+    declared = ForwardCostModel.declared(*costs)
+    return learned.again() if learned is not None and learned.like(declared) else declared

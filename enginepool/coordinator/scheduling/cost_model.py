@@ -3,8 +3,9 @@
     seconds of a forward = fixed + tokens * seconds of a token + rows * seconds of a row
 
 A worker declares its `pace`: the tokens of a forward of FORWARD_S. It measures the pace once, before there is any load, in full
-batches with rows of one length. A worker that needs longer forwards, as on a CPU, also declares the length of its forwards. All
-times below are then scaled to that length.
+batches with rows of one length. It also declares what its smallest forward takes: that is the first fixed part. Where that is
+more than half of FORWARD_S, forwards are twice as long. A worker that needs longer forwards, as on a CPU, also declares the
+length of its forwards. All times below are then scaled to that length.
 
 Real batches differ from the measured ones. Short rows cost the host of the engine more than their tokens do. Long rows cost
 more for each token. Hosts slow down. So the model fits its three numbers to the latest batches by least squares. Old batches
@@ -32,11 +33,13 @@ KEPT = 0.98
 #: The weight of the declared pace, in batches: at the start, at least, and the factor by which each batch lowers it.
 SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
 #: Units and upper bounds of the fixed part and of the seconds of a row. The unit of tokens is the declared pace.
-FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S / 2
+FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S * 0.75
 ROW_S, MOST_ROW_S = 0.0005, 0.005
 LEAST_TOKEN, MOST_TOKEN = 0.25, 4.0
 #: Paces that differ by no more than this factor may be of one device: measured twice, they are never quite equal.
 ALIKE = 1.5
+#: A forward takes at least so many times as long as the smallest one.
+LEAST_FORWARDS = 2
 #: A short forward weighs the pace divided by this number, or as much as the fixed part. A request of a higher priority that
 #: arrives waits for two of them: one runs, one is launched.
 SHORT = 3
@@ -52,24 +55,23 @@ class ForwardCostModel:
     Args:
         said: the declared pace, in tokens of a forward of `forward_s`; more than 0.
         forward_s: target seconds of a forward of several requests on this worker; more than 0.
+        fixed_s: declared seconds of the smallest forward.
     """
 
     __slots__ = (
-        "_at", "_before", "_believed", "_ff", "_fits", "_fixed", "_fr", "_fs", "_ft", "_row", "_rows", "_rr", "_rs", "_run_s",
-        "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row", "said", "short", "tokens",
+        "_at", "_before", "_believed", "_ff", "_first_fixed", "_first_token", "_fits", "_fixed", "_fr", "_fs", "_ft", "_row",
+        "_rows", "_rr", "_rs", "_run_s", "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row",
+        "said", "short", "tokens",
     )  # fmt: skip
 
-    def __init__(self, said: int, forward_s: float = FORWARD_S) -> None:
+    def __init__(self, said: int, forward_s: float = FORWARD_S, fixed_s: float = 0.0) -> None:
         self.said = said
         self.forward_s = forward_s
         #: seconds on this worker for each second in the fit
         self._scale = forward_s / FORWARD_S
-        #: weight of a forward of `forward_s`, in tokens; at least 1
-        self.tokens = said
-        #: weight of a short forward, while requests of higher priorities arrive
-        self.short = max(1, said // SHORT)
-        #: weight of a row besides its tokens, in tokens
-        self.row = 0.0
+        #: what was declared, in units
+        self._first_fixed = min(fixed_s / self._scale, MOST_FIXED_S) / FIXED_S
+        self._first_token = 1.0 - self._first_fixed * FIXED_S / FORWARD_S
         # The next values describe the answers that arrived together and are not learned yet.
         #: `_at`: arrival of the last of them; `_before`: arrival of the last answer before them
         self._at = self._before = float("-inf")
@@ -79,7 +81,7 @@ class ForwardCostModel:
         self._tokens = self._rows = 0
         self._fits = False
         #: the fitted numbers in their units, within their bounds
-        self._fixed, self._token, self._row = 0.0, 1.0, 0.0
+        self._fixed, self._token, self._row = self._first_fixed, self._first_token, 0.0
         #: decayed sums of products of f(ixed part), t(okens), r(ows) and s(econds), each divided by the size of its batch
         self._ff = self._ft = self._fr = self._tt = self._tr = self._rr = 0.0
         self._fs: float = 0.0
@@ -87,10 +89,23 @@ class ForwardCostModel:
         self._rs: float = 0.0
         self._said = SAID
         self._believed = BELIEVED
+        #: weight of a forward of `forward_s`, in tokens; at least 1
+        self.tokens = 0
+        #: weight of a short forward, while requests of higher priorities arrive
+        self.short = 0
+        #: weight of a row besides its tokens, in tokens
+        self.row = 0.0
+        self._weigh()
 
-    def like(self, said: int, forward_s: float) -> bool:
-        """Whether a worker that declares this pace may be on the same device."""
-        rates = said / forward_s, self.said / self.forward_s
+    @classmethod
+    def declared(cls, pace: int, forward_ms: int, fixed_ms: int) -> "ForwardCostModel":
+        """The model of a worker that has measured so much: `pace` tokens in `forward_ms`."""
+        wanted_ms = max(forward_ms, LEAST_FORWARDS * fixed_ms)
+        return cls(max(1, pace * wanted_ms // forward_ms), wanted_ms / 1000, fixed_ms / 1000)
+
+    def like(self, other: "ForwardCostModel") -> bool:
+        """Whether workers that declare the one and the other may be on the same device."""
+        rates = other.said / other.forward_s, self.said / self.forward_s
         return max(rates) <= ALIKE * min(rates)
 
     def again(self) -> "ForwardCostModel":
@@ -157,11 +172,17 @@ class ForwardCostModel:
         self._ts = ts = KEPT * self._ts + t * s
         self._rs = rs = KEPT * self._rs + r * s
         self._said = said = max(self._said * SAID_KEPT, SAID_AT_LAST)
+        ts, fs = ts + said * self._first_token, fs + said * self._first_fixed
         # Coordinate descent: each number is fitted given the two others, within its bounds. It starts from the last fit, so one
         # round is enough.
-        self._token = token = min(max((ts + said - ft * fixed - tr * row) / (tt + said), LEAST_TOKEN), MOST_TOKEN)
+        self._token = token = min(max((ts - ft * fixed - tr * row) / (tt + said), LEAST_TOKEN), MOST_TOKEN)
         self._row = row = min(max((rs - fr * fixed - tr * token) / (rr + said), 0.0), MOST_ROW_S / ROW_S)
         self._fixed = fixed = min(max((fs - ft * token - fr * row) / (ff + said), 0.0), MOST_FIXED_S / FIXED_S)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """What the fitted numbers mean for the size of forwards."""
+        fixed, token, row = self._fixed, self._token, self._row
         self.tokens = max(1, int(self.said * (1.0 - fixed * FIXED_S / FORWARD_S) / token))
         self.row = row * ROW_S * self.said / (token * FORWARD_S)
         # The fixed part is paid for each forward: one that is cut to less than that computes little else.

@@ -3,7 +3,7 @@
 A packed forward computes a query once and has one prompt for many rows. A plain one may run as a CUDA graph, which packed ones
 do not. So one request alone is often faster plain, and many that wait are faster packed. Both cost models are learned from the
 batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a turn now and then,
-where it is not much slower.
+the less often the slower it is.
 """
 
 from enginepool.coordinator.core.request import Request
@@ -11,8 +11,8 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.protocol.messages import Capabilities
 
-#: The slower kind has one of so many batches, if it takes no more than so many times the time of the other one.
-TURN, SLOWER = 64, 1.5
+#: The slower kind has one of so many batches, times the ratio of the two times.
+TURN = 64
 
 
 def pack(head: Request, worker: Worker) -> bool:
@@ -28,7 +28,7 @@ def pack(head: Request, worker: Worker) -> bool:
     quicker, slower = sorted((rows_alone, joined))
     packs = joined <= rows_alone
     in_a_row = worker.packed_in_a_row if packs else -worker.packed_in_a_row
-    return packs != (in_a_row >= TURN and slower <= SLOWER * quicker)
+    return packs != (in_a_row * quicker >= TURN * slower)
 
 
 def packed_tokens(request: Request, can: Capabilities) -> int:

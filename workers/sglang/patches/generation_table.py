@@ -20,6 +20,11 @@ from enginepool.workers.sglang.patches.private_name import private as _private
 
 # fmt: off
 OF_GENERATION: tuple[Private, ...] = (
+    *_private(
+        "weights/updates.py", REQUESTS,
+        ("UpdateWeightsFromTensorReqInput.disable_draft_model selector", "read", "a ticket is not for a model that drafts"),
+        optional=True,
+    ),
     *_private("generate/sequences.py", ADAPTERS, ("LoRARef.pinned", "read", "adapters with a place of their own in a batch")),
     *_private(
         "generate/adapter_loads.py", TOKENIZER,

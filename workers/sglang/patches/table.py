@@ -183,11 +183,6 @@ PRIVATE: tuple[Private, ...] = (
     *_private("weights/completeness.py", LAYERS_OF_STAGES, ("PPMissingLayer", "read", "a layer that another stage has")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(
-        "weights/updates.py", REQUESTS,
-        ("UpdateWeightsFromTensorReqInput.disable_draft_model selector", "read", "a ticket is not for a model that drafts"),
-        optional=True,
-    ),
-    *_private(
         "weights/updates.py", TOKENIZER,
         ("TokenizerManager.update_weights_from_tensor", "called", "takes weights", "self, obj, request"),
         (

@@ -8,7 +8,7 @@ import time
 import msgspec
 import numpy as np
 
-from enginepool.protocol.capabilities import FORWARD_S
+from enginepool.protocol.capabilities import FORWARD_S, MOST_FORWARD_MS
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, RowPart
 from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
@@ -22,6 +22,7 @@ _WORDS = 1 << 15
 _WARM_LENGTH = 8
 _PACE_LENGTH = 512
 _PACE_RUNS = 3
+_FIXED_RUNS = 5
 #: The rows by which a CPU is measured, and how many times as many of them each forward has as the one before.
 _CPU_LENGTH = 64
 _CPU_GROWTH = 4
@@ -50,12 +51,15 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
             forwards = await _largest_forwards(scoring, operation)
     if forwards != 1:
         raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
-    packed_pace = await _pace(scoring, packed=True) if capabilities.packs else 0
     if capabilities.device == "cpu":
         pace, wanted_ms = await _cpu_pace(scoring)
-    else:
-        pace, wanted_ms = await _pace(scoring), capabilities.forward_ms
-    return msgspec.structs.replace(capabilities, pace=pace, packed_pace=packed_pace, forward_ms=wanted_ms)
+        return msgspec.structs.replace(capabilities, pace=pace, forward_ms=wanted_ms)
+    pace, fixed_ms = await _pace(scoring), await _fixed_ms(scoring)
+    capabilities = msgspec.structs.replace(capabilities, pace=pace, fixed_ms=fixed_ms)
+    if not capabilities.packs:
+        return capabilities
+    pace, fixed_ms = await _pace(scoring, packed=True), await _fixed_ms(scoring, packed=True)
+    return msgspec.structs.replace(capabilities, packed_pace=pace, packed_fixed_ms=fixed_ms)
 
 
 async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> int:
@@ -101,6 +105,20 @@ async def _pace(scoring: EngineScoring, *, packed: bool = False) -> int:
         await asyncio.gather(*(scoring.compute(operation, each, packed=packed) for each in parts))
         quickest = min(quickest, time.perf_counter() - began)
     return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
+
+
+async def _fixed_ms(scoring: EngineScoring, *, packed: bool = False) -> int:
+    """Milliseconds of a forward of a few tokens, the quickest of some; at least 1."""
+    capabilities = scoring.capabilities
+    operation = next(one for one in scoring.operations.values() if one.packs or not packed)
+    made = _sequences if packed else _made_up
+    length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
+    quickest = math.inf
+    for seed in range(1, 1 + _FIXED_RUNS):
+        began = time.perf_counter()
+        await scoring.compute(operation, made(capabilities, operation, 1, length, seed), packed=packed)
+        quickest = min(quickest, time.perf_counter() - began)
+    return max(1, min(round(1000 * quickest), MOST_FORWARD_MS))
 
 
 async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
