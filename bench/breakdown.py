@@ -52,7 +52,7 @@ async def call(pool: Pool, shape: Shape, number: int, calls: list[Call]) -> None
     query, items = shape.request(number)
     place, began = len(calls), time.monotonic()
     calls.append(Call(began, began))
-    await pool.score(query, list(items), label_token_ids=list(LABELS))
+    await pool.score(query, items, label_token_ids=list(LABELS))
     calls[place] = Call(began, time.monotonic())
 
 

@@ -1,5 +1,6 @@
 """What is asked of every contestant: the shapes of requests with their token ids, and how hard each is pushed."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -70,7 +71,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 def drawn(chance: np.random.Generator, least: int, most: int) -> int:
     """An integer from `least` to `most`, log-uniformly."""
-    return min(most, int(np.exp(chance.uniform(np.log(least), np.log(most + 1)))))
+    return min(most, int(math.exp(chance.uniform(math.log(least), math.log(most + 1)))))
 
 
 def in_words(ids: Ids) -> str:

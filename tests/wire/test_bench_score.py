@@ -126,7 +126,7 @@ def test_a_text_has_as_many_tokens_as_the_ids_in_its_place(tmp_path: Path) -> No
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package: make setup")
     tokenizer = tokenizers.Tokenizer.from_file(str(make_tiny_model(tmp_path) / "tokenizer.json"))
     query, items = msgspec.structs.replace(SHAPE, query=30, item=200, text=True).request(0).listed()
-    assert [len(tokenizer.encode(query + item).ids) for item in items] == [230, 230]
+    assert [len(tokenizer.encode(f"{query}{item}").ids) for item in items] == [230, 230]
 
 
 def test_open_loads_ask_every_contestant_at_the_same_moments() -> None:
