@@ -6,8 +6,8 @@ Each contestant is driven from a separate process with the same token ids at the
 has the device to itself. With `--interleave`, all contestants are loaded at once and measured in turn, phase by phase: each
 ratio is of neighboring phases. Only one contestant is asked at a time; the others are idle.
 
-Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed scoring needs
-FlashInfer's attention, so CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long ones alone.
+Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one, where nothing is
+packed. The pool with cached queries is asked long ones alone.
 `--workers 2,4` also measures pools of so many workers, one to a GPU, and compares them with the pool of one worker.
 """
 
@@ -29,7 +29,7 @@ from bench.score.contestants import (
     CACHED,
     CONTESTANTS,
     OURS,
-    PACKED,
+    PLAIN,
     WORKER_FLAGS,
     Contestant,
     wider,
@@ -103,7 +103,7 @@ def rows_of(found: dict[str, Numbers]) -> list[Row]:
         text, ids = (numbers.get(f"{name}, saturation") for name in ("text", "pr"))
         if text and ids and (ratio := text.over(ids)) is not None:
             found = found | {who: numbers | {TEXT: Number(100 * ratio, "%")}}
-    for who in (OURS, PACKED):
+    for who in (OURS, PLAIN):
         for workers in SCALED:
             one, many = (found.get(with_workers(who, count), {}).get("pr, saturation") for count in (1, workers))
             if one and many and (ratio := many.over(one)) is not None:
@@ -215,7 +215,7 @@ def main() -> None:
             say(f"left out {one.who}: {lack}")
         else:
             contestants.append(one)
-            if one.who in (OURS, PACKED):
+            if one.who in (OURS, PLAIN):
                 contestants += [wider(one, int(workers)) for workers in str(chosen.workers).split(",") if workers]
     signal.signal(signal.SIGTERM, leave)
     with ExitStack() as stack:

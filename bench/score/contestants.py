@@ -263,12 +263,7 @@ def no_server(device: str) -> str:
     return no_engine(device)
 
 
-def no_packing(device: str) -> str:
-    """What packed scoring needs."""
-    return "packed scoring needs FlashInfer's attention, which runs on CUDA" if device == "cpu" else no_engine(device)
-
-
-OURS, PACKED, PLAIN = "enginepool", "enginepool, packed", "enginepool, plain"
+OURS, PLAIN = "enginepool", "enginepool, plain"
 CACHED = "enginepool, cached queries"
 SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
 WORKER_FLAGS = "SGLang server, the worker's flags"
@@ -278,7 +273,6 @@ CONTESTANTS = (
     Contestant("best", BEST, partial(start_server, partial(shared_flags, BEST_FLAGS), True), no_server),
     Contestant("bare", BARE, start_bare, no_engine),
     Contestant("pool", OURS, partial(start_pool, {}), no_engine),
-    Contestant("packed", PACKED, partial(start_pool, {"packing": "on"}), no_packing),
     Contestant("plain", PLAIN, partial(start_pool, {"packing": "off"}), no_engine),
     Contestant("cached", CACHED, partial(start_cached, {}), no_engine, frozenset({"long"})),
 )
@@ -290,7 +284,7 @@ def with_workers(who: str, workers: int) -> str:
 
 
 def wider(contestant: Contestant, workers: int) -> Contestant:
-    """A pool like `contestant`, OURS or PACKED, with as many workers, one to a GPU."""
-    packed = {"packing": "on"} if contestant.who == PACKED else {}
-    start = partial(start_pool, {"workers": workers, **packed})
+    """A pool like `contestant`, OURS or PLAIN, with as many workers, one to a GPU."""
+    plain = {"packing": "off"} if contestant.who == PLAIN else {}
+    start = partial(start_pool, {"workers": workers, **plain})
     return Contestant(f"{contestant.name}-{workers}", with_workers(contestant.who, workers), start, contestant.missing)

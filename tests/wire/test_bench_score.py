@@ -27,7 +27,7 @@ from bench.score.contestants import (
     CONTESTANTS,
     NOT_FLAGS,
     OURS,
-    PACKED,
+    PLAIN,
     SHARED,
     Contestant,
     Ground,
@@ -256,9 +256,8 @@ def test_a_wider_pool_has_as_many_workers_and_is_saturated_alone(tmp_path: Path)
         numbers = all_numbers(Contest(running, TINY, 50, GpuShare(), lambda _line: None))
     assert numbers["pr, saturation: forwards per batch"].value == 1
     assert all(name.startswith("pr, saturation") for name in numbers)
-    pool, packed = (wider(one, 4) for one in CONTESTANTS if one.who in (OURS, PACKED))
-    assert (pool.name, pool.who, packed.who) == ("pool-4", "enginepool, 4 workers", "enginepool, packed, 4 workers")
-    assert packed.missing("cpu").endswith("runs on CUDA")
+    pool, plain = (wider(one, 4) for one in CONTESTANTS if one.who in (OURS, PLAIN))
+    assert (pool.name, pool.who, plain.who) == ("pool-4", "enginepool, 4 workers", "enginepool, plain, 4 workers")
 
 
 def test_a_contestant_that_fails_is_left_out_and_the_others_are_measured(
@@ -385,19 +384,19 @@ def test_cached_queries_are_compared_by_themselves_wider_pools_with_one_worker_a
     found = {
         "server": {"pr, saturation": Number(50.0, "items/s")},
         OURS: {"pr, saturation": Number(100.0, "items/s")},
-        PACKED: {"pr, saturation": Number(150.0, "items/s")},
+        PLAIN: {"pr, saturation": Number(150.0, "items/s")},
         with_workers(OURS, 2): {"pr, saturation": Number(190.0, "items/s")},
     }
     found[CACHED] = {"pr, saturation": Number(200.0, "items/s")}
     cached = {(row.what, row.who): row.ratio for row in score_gpu.rows_of_cached(found)}
     assert cached == {
         ("cached: pr, saturation", who): ratio
-        for who, ratio in (("server", 4.0), (OURS, 2.0), (PACKED, 200 / 150), (with_workers(OURS, 2), 200 / 190))
+        for who, ratio in (("server", 4.0), (OURS, 2.0), (PLAIN, 200 / 150), (with_workers(OURS, 2), 200 / 190))
     }
-    found[PACKED]["text, saturation"] = Number(120.0, "items/s")
+    found[PLAIN]["text, saturation"] = Number(120.0, "items/s")
     rows = {(row.what, row.who): row.value for row in score_gpu.rows_of(found)}
     assert rows["pr, saturation: of one worker", "enginepool, 2 workers"] == pytest.approx(1.9)
-    assert rows[score_gpu.TEXT, PACKED] == pytest.approx(80.0)
+    assert rows[score_gpu.TEXT, PLAIN] == pytest.approx(80.0)
     assert score_gpu.rows_of_cached({OURS: found[OURS]}) == []
 
 
@@ -428,7 +427,7 @@ def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None
     if device == "cuda":
         whats = [target.what.removeprefix(score_gpu.OF_CACHED) for target in score_gpu.TARGETS]
         assert {what.split(",")[0] for what in whats} <= names
-        pools = {with_workers(who, workers) for who in (OURS, PACKED) for workers in score_gpu.SCALED}
+        pools = {with_workers(who, workers) for who in (OURS, PLAIN) for workers in score_gpu.SCALED}
         assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS} | pools
 
 
@@ -448,7 +447,7 @@ def test_checks_return_the_scores_of_one_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,packed,plain,cached"),
+        (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,plain,cached"),
         (["--repetitions", "0"], "--repetitions: got 0; use 1 or more"),
         (["--workloads", ""], "--workloads: '': there are pr,long,text,zipf,mixed,single,reward,mix"),
         (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),
