@@ -190,7 +190,7 @@ CANNOT_BE_PACKED = {"architectures": ["BertForSequenceClassification"], "model_t
 
 
 def decided(settings: EngineSettings, config: dict[str, Any] = CAN_BE_PACKED, known: Collection[str] = ()) -> str:
-    return with_packing(settings, lambda: config, known or PACKED_KNOWN).packing
+    return with_packing(settings, lambda: config, known or PACKED_KNOWN, lambda _names, embeds: not embeds).packing
 
 
 def test_packing_is_on_by_default_where_engine_model_and_device_allow_it() -> None:
@@ -212,6 +212,7 @@ def test_packing_is_on_by_default_where_engine_model_and_device_allow_it() -> No
         ({"options": {"disable_radix_cache": False}}, CAN_BE_PACKED, PACKED_KNOWN, "not the prefix of another"),
         ({"options": {"chunked_prefill_size": 65536}}, CAN_BE_PACKED, PACKED_KNOWN, "cut between items"),
         ({"options": {"enable_mis": False}}, CAN_BE_PACKED, PACKED_KNOWN, "it is what packs"),
+        ({"options": {"is_embedding": True}}, CAN_BE_PACKED, PACKED_KNOWN, "this model embeds"),
         ({}, CAN_BE_PACKED, PACKED_KNOWN - {"enable_mis"}, "the installed SGLang has no setting enable_mis"),
         ({}, CANNOT_BE_PACKED, PACKED_KNOWN, "looks ahead"),
         ({}, {}, PACKED_KNOWN, "config.json cannot be read"),

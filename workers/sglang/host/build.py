@@ -93,7 +93,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     refuse_impossible(settings)
     known = _setting_names(module.ServerArgs)
     revision = settings.options.get("revision")
-    settings = with_packing(settings, lambda: model_config(model, revision), known if _has_flashinfer() else ())
+    generates = importlib.import_module(modules.MODEL).is_generation_model
+    settings = with_packing(settings, lambda: model_config(model, revision), known if _has_flashinfer() else (), generates)
     config = folder / "config.json"
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.

@@ -27,6 +27,7 @@ class Embeddings(HeadOperation):
 
     name = "embed"
     kind: Kind = "embedding"
+    packs = False
 
     def serves(self, generates: bool, architecture: str) -> bool:
         return not generates and not any(head in architecture for head in SCORING_HEADS)

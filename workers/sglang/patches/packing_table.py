@@ -1,6 +1,6 @@
 """The part of `table.py` that is about engines which pack some batches and others not."""
 
-from enginepool.workers.sglang.patches.modules import BATCH, FLASHINFER, GRAPHS, POLICY, RESOLUTION, SCHEDULER, SETTINGS
+from enginepool.workers.sglang.patches.modules import BATCH, FLASHINFER, GRAPHS, MODEL, POLICY, RESOLUTION, SCHEDULER, SETTINGS
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
 
@@ -41,6 +41,10 @@ OF_PACKING: tuple[Private, ...] = (
         "host/build.py", SETTINGS,
         ("ServerArgs._handle_multi_item_scoring", "replaced", "plain forwards keep their CUDA graphs", "self"),
         optional=True, versions="0.5.17 to 0.5.20",
+    ),
+    *_private(
+        "host/build.py", MODEL,
+        ("is_generation_model", "called", "a model that embeds is not packed", "model_architectures, is_embedding"),
     ),
     *_private("host/process.py", SETTINGS, ("ServerArgs.enable_mis", "read", "whether some forwards are packed")),
 )

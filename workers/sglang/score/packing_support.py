@@ -9,6 +9,7 @@ import msgspec
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.packing_settings import PACKED, refused_for_packing
 from enginepool.workers.sglang.host.settings import SettingsError, is_deterministic
+from enginepool.workers.sglang.operations.table import OPERATIONS
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (
@@ -17,6 +18,7 @@ _RECURRENT_KEYS = (
 )  # fmt: skip
 _RECURRENT_TYPES = ("mamba", "jamba", "rwkv", "falcon_h1", "bamba", "zamba", "recurrent_gemma", "lfm2", "nemotron_h")
 _WINDOW_KEYS = ("sliding_window_size", "sliding_window_pattern", "attention_chunk_size", "window_size", "local_attention")
+_UNREAD = "its config.json cannot be read"
 _ENCODER_TYPES = ("bert", "electra", "roberta", "xlm", "nomic", "jina", "t5", "bart", "whisper", "gte")
 #: positions that are not written into queries and keys, but added to the attention's scores
 _ALIBI_TYPES = ("bloom", "mpt")
@@ -63,12 +65,18 @@ def why_unpacked(settings: EngineSettings, known: Collection[str]) -> str:
     return refused_for_packing(settings.options)
 
 
-def with_packing(settings: EngineSettings, config: Callable[[], Mapping[str, Any]], known: Collection[str]) -> EngineSettings:
+def with_packing(
+    settings: EngineSettings,
+    config: Callable[[], Mapping[str, Any]],
+    known: Collection[str],
+    generates: Callable[[list[str], bool], bool],
+) -> EngineSettings:
     """`settings` with `packing` decided: "on" where engine, model and device allow it, else "off".
 
     Args:
         config: reads the model's `config.json`; empty: it is not known.
         known: as `engine_kwargs` has it.
+        generates: SGLang's `is_generation_model`.
 
     Raises:
         SettingsError: `packing` was "on", and cannot be.
@@ -78,10 +86,18 @@ def with_packing(settings: EngineSettings, config: Callable[[], Mapping[str, Any
     why = why_unpacked(settings, known)
     if not why:
         found = config()
-        why = wrong_for_packing(found) if found else "its config.json cannot be read"
+        why = (_unscored(found, settings.options, generates) or wrong_for_packing(found)) if found else _UNREAD
     if why and settings.packs:
         raise SettingsError(f"packing is on, and cannot be: {why}; set packing of the group to auto")
     return msgspec.structs.replace(settings, packing="off" if why else "on")
+
+
+def _unscored(config: Mapping[str, Any], options: Mapping[str, Any], generates: Callable[[list[str], bool], bool]) -> str:
+    """Why no operation of the model with this `config.json` has rows that are packed, or ""."""
+    names = list(config.get("architectures") or ["?"])
+    generation = generates(names, bool(options.get("is_embedding")))
+    packs = any(one.packs for one in OPERATIONS if one.serves(generation, names[0]))
+    return "" if packs else "scores alone are packed, and this model embeds"
 
 
 def _looks_ahead(config: Mapping[str, Any]) -> bool:
