@@ -175,6 +175,8 @@ def _check_operations(at: str, group: GroupConfig, need: Need) -> None:
     asked = group.operations
     need(len(set(asked)) == len(asked), f"{at}.operations", asked, "each of score, embed, logprobs and generate once at most")
     if "generate" not in asked:
+        packs = group.packing != "on" or not asked or "score" in asked
+        need(packs, f"{at}.packing", group.packing, "auto or off where operations has no 'score': scores alone are packed")
         return
     need("embed" not in asked, f"{at}.operations", asked, "a model that embeds does not generate; give each a group of its own")
     why = "where operations has 'generate': such rows need engines of their own"

@@ -54,6 +54,10 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
             "groups.a.packing = 'on': auto or off where operations has 'generate'",
         ),
         (
+            GOOD + 'operations = ["logprobs"]\npacking = "on"',
+            "groups.a.packing = 'on': auto or off where operations has no 'score': scores alone are packed",
+        ),
+        (
             GOOD + 'operations = ["generate"]\nmax_batch_rows = 4',
             "groups.a.max_batch_rows = 4: none with operations = ['generate']",
         ),

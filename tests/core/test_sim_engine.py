@@ -251,6 +251,14 @@ def test_capabilities_follow_options_and_caps() -> None:
     assert [stage for stage, _ in reports] == ["loading", "compiling"]
 
 
+@pytest.mark.parametrize("options", [{"kind": "embedding", "embedding": 8}, {"separator": 5}])
+def test_an_engine_that_cannot_pack_does_not_and_is_refused_where_it_has_to(options: dict[str, Any]) -> None:
+    sim = SimEngine(EngineSettings(model="m", options=options))
+    assert not work(sim.start(lambda _stage, _detail: None)).packs
+    with pytest.raises(ValueError, match="packing = 'on': auto or off with kind = "):
+        SimEngine(EngineSettings(model="m", options=options, packing="on"))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

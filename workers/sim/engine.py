@@ -76,6 +76,9 @@ class SimEngine:
             sizes |= operation.sizes(o)
         cached = settings.cached_query_tokens or 0
         inflight_tokens = o.inflight_tokens or tokens * settings.forwards_in_flight * (CACHED_ROOM if cached else 1)
+        packs = settings.packing != "off" and not cached and o.separator is None and "score" in self._operations
+        if settings.packing == "on" and not packs:
+            raise ValueError(f"packing = 'on': auto or off with kind = {o.kind!r} and separator = {o.separator} of engine sim")
         self._capabilities = Capabilities(
             kind=o.kind,
             vocab=o.vocab,
@@ -91,7 +94,7 @@ class SimEngine:
             text=o.vocab >= BYTE_OFFSET + 256,
             token_bytes=TOKEN_BYTES if o.vocab >= BYTE_OFFSET + 256 else 0,
             features=("chat_template",) if o.chat_template and o.vocab >= BYTE_OFFSET + 256 else (),
-            max_item=MAX_ITEM if settings.packing != "off" and not cached and o.separator is None else 0,
+            max_item=MAX_ITEM if packs else 0,
             cached_query=cached,
             separator=o.separator,
             cached_tokens=max(tokens, inflight_tokens // settings.forwards_in_flight) if cached else 0,
