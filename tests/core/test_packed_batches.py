@@ -133,11 +133,6 @@ def rows(sent: Sent) -> list[int]:
     return [part.frames[-1].shape[0] for part in sent.message.parts]
 
 
-def priority_of(sent: Sent) -> int:
-    assert isinstance(sent.message, Batch)
-    return sent.message.priority
-
-
 def who(sent: list[Sent]) -> list[bytes]:
     return [s.link for s in sent if isinstance(s.message, Batch)]
 
@@ -155,6 +150,12 @@ def ready(**changes: Any) -> tuple[Pool, bytes]:
 
 
 # --- what is packed ----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_does_not_pack_next_to_others_that_do_is_refused_by_that_and_not_by_its_budgets() -> None:
+    pool, _ = ready()
+    pool.worker("other", can=msgspec.structs.replace(CAN, batch_rows=CAN.batch_rows // 2))
+    assert any("ready with max_item = 0; the group's other workers have 50" in line for line in pool.logged)
 
 
 def test_one_worker_runs_what_can_be_packed_and_what_cannot() -> None:

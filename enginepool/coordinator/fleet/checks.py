@@ -75,7 +75,8 @@ _OWN = (
     "model", "engine", "device", "dtype", "parallel", "pace", "packed_pace", "fixed_ms", "packed_fixed_ms", "forward_ms",
     "halvings", "reserved",
 )  # fmt: skip
-_SHARED = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
+#: in the order in which they are compared: whether it packs is why its budgets are others
+_SHARED = ("kind", "vocab", "max_item", *(field for field in Capabilities.__struct_fields__ if field not in _OWN))
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:
