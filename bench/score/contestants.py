@@ -156,7 +156,7 @@ def watch(stack: ExitStack, child: Child, hint: signal.Signals | None) -> None:
 
 
 def engine_settings(ground: Ground) -> dict[str, Any]:
-    """What a plain worker of the pool starts its engine with, by SGLang's names in Python."""
+    """What a worker of the pool that does not pack starts its engine with, by SGLang's names in Python."""
     wanted = {"model": str(ground.model), "device": ground.device, "options": ground.options}
     child = Child(["-m", "bench.peers.engine_settings", msgspec.json.encode(wanted).decode()], scratch=ground.scratch)
     try:
@@ -175,7 +175,7 @@ def flags_of(settings: Mapping[str, object]) -> list[str]:
 
 
 def worker_flags(ground: Ground) -> list[str]:
-    """The settings of a plain worker's engine as flags of a server: prefill CUDA graphs and the same limits of a forward."""
+    """The settings of an engine of the pool that does not pack as flags of a server: prefill CUDA graphs, the same limits."""
     return flags_of({name: value for name, value in engine_settings(ground).items() if name not in NOT_FLAGS})
 
 
@@ -235,7 +235,7 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
 
 
 def start_cached(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) -> Running:
-    """The pool with a plain worker that computes a long query once, and so keeps what it has computed."""
+    """The pool with a worker that computes a long query once, and so keeps what it has computed."""
     options = ground.options | {"disable_radix_cache": False}
     cached = CACHED_QUERY if ground.device == "cuda" else CACHED_QUERY_CPU
     return start_pool({"cached_query_tokens": cached, "options": options, **settings}, ground, stack)

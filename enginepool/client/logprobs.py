@@ -86,7 +86,7 @@ class LogprobsCalls(RowCalls):
 
         Raises:
             BadRequest: an argument cannot be served; `field` names it, `limit` the limit. `group`: the model does not predict
-                tokens, or the group's workers are packed.
+                tokens.
             EnginepoolError: as in `score`.
 
         Cancelling the task that awaits it takes the request back.

@@ -57,7 +57,7 @@ def test_engines_that_take_weights_only_at_their_start_lose_nothing_either(chunk
 
 
 @pytest.mark.parametrize("chunk", range(6))
-def test_packed_and_plain_workers_together_lose_nothing_either(chunk: int) -> None:
+def test_workers_that_pack_some_batches_and_others_not_lose_nothing_either(chunk: int) -> None:
     events = 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
         events += simulate(seed, 2 + seed % 8, packed=True, updates=seed % 3 == 0).events

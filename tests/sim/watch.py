@@ -32,8 +32,8 @@ from tests.sim.traffic import TEXT_OFFSET, uid_of
 
 #: all invariants are checked every so many events
 EVERY = 1000
-#: client, priority, classes and signature of requests of which the oldest runs first
-Flow = tuple[bytes, int, int, int]
+#: client, priority, whether they may be packed, and signature of requests of which the oldest runs first
+Flow = tuple[bytes, int, bool, int]
 
 
 class Watch:

@@ -40,9 +40,8 @@ def refuse_mixed(settings: EngineSettings) -> None:
     """Raise SettingsError for settings that an engine which generates and runs rows cannot have."""
     if "embed" in settings.operations:
         raise SettingsError("operations: a model that embeds does not generate; give embed a group of its own")
-    for name in ("cached_query_tokens",):
-        if getattr(settings, name):
-            raise SettingsError(f"{name} is {getattr(settings, name)}: {_ONLY_ROWS}")
+    if settings.cached_query_tokens:
+        raise SettingsError(f"cached_query_tokens is {settings.cached_query_tokens}: {_ONLY_ROWS}")
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
