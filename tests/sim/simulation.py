@@ -454,7 +454,7 @@ def simulate(
     sleeping: bool = False,
     adapting: bool = False,
 ) -> Outcome:
-    """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
+    """Run the schedule of `seed` with so many workers; with `packed`, workers of most groups pack; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on

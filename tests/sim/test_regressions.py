@@ -22,11 +22,10 @@ SHOWED = [
     (461, 6, "the last words of a dead process, read after its end was seen, brought it back"),
 ]
 
-#: with updates; seed, workers, whether some of these are packed
+#: with updates; seed, workers, whether workers of most groups pack
 UPDATES = [
     (610357, 6, False, "work was taken back from a worker that went on with it: its weights were committed once more"),
     (410822, 33, True, "of many workers one was always being asked again, so that missing weights were never reported"),
-    (900758, 7, "where one class of workers was gone, the missing weights of the other one were not reported"),
     (900793, 7, True, "a suspect text that was harmless could not be shed any more for a request of a higher priority"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
     (9900007, 6, False, "after a stall a worker had heard its coordinator later than it was, by a rounding"),
@@ -85,7 +84,7 @@ OTHERS = [
         178,
         3,
         ("packed", "unloadable", "crowded", "embedding"),
-        "text with hidden states was told to come back without end, when its plain worker was given up before it was ready",
+        "text with hidden states was told to come back without end, when its worker was given up before it was ready",
     ),
     (207004, 7, ("updates", "sleeping", "generating"), "a worker that refused to sleep during a restore was not told again"),
     (11670, 7, ("updates", "sleeping"), "a worker that slept right after its restore was asked for another one meanwhile"),
