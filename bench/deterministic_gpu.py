@@ -196,6 +196,8 @@ def main() -> None:
     options.add_argument("--repetitions", type=int, default=3, help="how often each phase is measured (default: 3)")
     options.add_argument("--only", default=",".join(POOLS), help=f"pools (default: {','.join(POOLS)})")
     chosen = options.parse_args()
+    if unknown := set(str(chosen.only).split(",")) - set(POOLS):
+        options.error(f"--only: {', '.join(map(repr, sorted(unknown)))}: there are {','.join(POOLS)}")
     with tempfile.TemporaryDirectory(prefix="deterministic-") as scratch:
         model = model_for("causal", chosen.device, chosen.model, Path(scratch))
         rows: list[Row] = []

@@ -1,8 +1,11 @@
 """The benchmark of the deterministic mode compares what it says, with the simulated engine, whose rows have equal bits."""
 
 import asyncio
+import sys
 
-from bench.deterministic_gpu import DEFAULT, Plan, Requests, compared, differing, saturate
+import pytest
+
+from bench.deterministic_gpu import DEFAULT, Plan, Requests, compared, differing, main, saturate
 from bench.table import Row
 from enginepool import Pool
 
@@ -28,3 +31,10 @@ def test_a_ratio_is_that_to_the_pool_as_it_is_and_counts_have_none() -> None:
         ("a", 4.0, None), ("a", 3.0, 0.75), ("b", 0, None), ("b", 1, None),
     ]  # fmt: skip
     assert [row.ratio for row in compared(rows[2:])] == [None, None], "where the pool as it is was left out"
+
+
+def test_a_pool_that_it_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["deterministic_gpu", "--only", "default,other"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--only: 'other': there are default,deterministic,no-graphs")
