@@ -459,6 +459,19 @@ def test_what_was_learned_survives_the_restart_of_a_worker_on_a_device_like_the_
     assert again.pace is before, "it says so again after it slept"
 
 
+def test_what_was_learned_of_shorter_forwards_does_not_bind_a_worker_that_needs_longer_ones() -> None:
+    """As one that said nothing of its smallest forwards: in 25 ms no fixed part of 60 ms can be learned."""
+    pool = Pool()
+    can = msgspec.structs.replace(PACKED, pace=100, packed_pace=100)
+    for name, fixed_ms in (("before", 0), ("next", 60)):
+        pool.worker(name, can=msgspec.structs.replace(can, packed_fixed_ms=fixed_ms))
+        if name == "before":
+            pool.do(ev.WorkerBroken(0, b"before", "dies"))
+    model = pool.machine.core.groups["g"].workers["next"].packed_pace
+    learn(model, 0.06, 0.0001)
+    assert model is not None and model.fixed_s == pytest.approx(0.06, rel=0.1)
+
+
 def test_plain_and_packed_batches_teach_only_the_costs_of_their_kind() -> None:
     pool = Pool()
     client, worker = pool.client(), paced(pool)

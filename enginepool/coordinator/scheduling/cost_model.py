@@ -36,7 +36,8 @@ SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
 FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S * 0.75
 ROW_S, MOST_ROW_S = 0.0005, 0.005
 LEAST_TOKEN, MOST_TOKEN = 0.25, 4.0
-#: Paces that differ by no more than this factor may be of one device: measured twice, they are never quite equal.
+#: Paces and lengths of forwards that differ by no more than this factor may be of one device: measured twice, they are never
+#: quite equal.
 ALIKE = 1.5
 #: A forward takes at least so many times as long as the smallest one.
 LEAST_FORWARDS = 2
@@ -104,9 +105,10 @@ class ForwardCostModel:
         return cls(max(1, pace * wanted_ms // forward_ms), wanted_ms / 1000, fixed_ms / 1000)
 
     def like(self, other: "ForwardCostModel") -> bool:
-        """Whether workers that declare the one and the other may be on the same device."""
-        rates = other.said / other.forward_s, self.said / self.forward_s
-        return max(rates) <= ALIKE * min(rates)
+        """Whether workers that declare the one and the other may be on the same device: it computes as many tokens a second, in
+        forwards as long. The length of the forwards bounds the fixed part that can be learned."""
+        rates, lengths = (other.said / other.forward_s, self.said / self.forward_s), (other.forward_s, self.forward_s)
+        return max(rates) <= ALIKE * min(rates) and max(lengths) <= ALIKE * min(lengths)
 
     def again(self) -> "ForwardCostModel":
         """The same for another process: what was learned, without answers that are not learned yet."""
