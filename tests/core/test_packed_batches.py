@@ -379,11 +379,10 @@ def test_what_followers_may_weigh_depends_on_the_head_of_their_packed_batch_alon
 # --- the choice --------------------------------------------------------------------------------------------------------
 
 
-def paced(pool: Pool, name: str = "w") -> Worker:
+def paced(pool: Pool, name: str = "w", inflight_tokens: int = 20_000) -> Worker:
     """A worker of which both costs matter."""
-    pool.worker(
-        name, can=msgspec.structs.replace(PACKED, pace=100, packed_pace=100, inflight_rows=1000, inflight_tokens=20_000)
-    )
+    can = msgspec.structs.replace(PACKED, inflight_rows=1000, inflight_tokens=inflight_tokens)
+    pool.worker(name, can=msgspec.structs.replace(can, pace=100, packed_pace=100))
     return pool.machine.core.groups["g"].workers[name]
 
 
@@ -429,6 +428,17 @@ def test_one_request_alone_runs_plain_and_many_that_wait_are_packed() -> None:
     learn(worker.packed_pace, 0.0115, 0.0001)
     assert choices(pool, client, 10) == [False] * 10
     assert any(choices(pool, client, 40, at_once=40)[2:])
+
+
+def test_requests_that_wait_for_a_later_version_count_as_none_that_wait() -> None:
+    """No batch has them: one request at a time is one alone, however many of them there are."""
+    pool = Pool()
+    client, worker = pool.client(), paced(pool)
+    learn(worker.pace, 0.001, 0.0003)
+    learn(worker.packed_pace, 0.0115, 0.0001)
+    for _ in range(40):
+        pool.do(ev.Submit(0, client, next(IDS), shared(10, 5, 5, 5), 0, None, min_version=1))
+    assert choices(pool, client, 10) == [False] * 10
 
 
 def test_the_slower_kind_has_a_turn_now_and_then_so_that_its_costs_stay_known() -> None:

@@ -132,6 +132,11 @@ class Group:
         return f"no worker is connected and the pool starts none (workers = 0); {command} starts one"
 
     @property
+    def waiting_for_workers(self) -> int:
+        """Requests that wait, but for those that wait for a later weight version."""
+        return self.waiting - len(self.version_queue)
+
+    @property
     def mixed(self) -> bool:
         """Its workers generate and run rows."""
         return self.capabilities is not None and self.capabilities.mixed

@@ -31,7 +31,7 @@ def pace_for(pace: ForwardCostModel, head: Request, now: float, weight: float) -
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
         return pace.short
-    many = weight * group.waiting >= DEEP * pace.tokens * len(group.workers)
+    many = weight * group.waiting_for_workers >= DEEP * pace.tokens * len(group.workers)
     return 2 * pace.tokens if many else pace.tokens
 
 

@@ -22,7 +22,7 @@ def pack(head: Request, worker: Worker) -> bool:
     if plain is None or packed is None:
         return True
     work, group = head.work, head.group
-    waiting = max(1, group.waiting // max(1, group.routing.open))
+    waiting = max(1, group.waiting_for_workers // max(1, group.routing.open))
     rows_alone = _seconds(plain, work.tokens + work.rows * (can.page - 1), work.rows, waiting)
     joined = _seconds(packed, packed_tokens(head, can), work.rows, waiting)
     quicker, slower = sorted((rows_alone, joined))
