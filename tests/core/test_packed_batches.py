@@ -216,6 +216,18 @@ def test_no_request_overtakes_a_head_that_does_not_fit() -> None:
     assert order[:4] == [1, 2, 3, 4]
 
 
+def test_a_head_that_fits_packed_alone_is_sent_once_so_many_wait_that_it_is_packed() -> None:
+    """25 tokens are free. It has 30 plain, as one alone is run, and 23 packed."""
+    pool = Pool(config(forwards_in_flight=5))
+    client, worker = pool.client(), paced(pool, inflight_tokens=200)
+    learn(worker.pace, 0.001, 0.0003)
+    learn(worker.packed_pace, 0.0115, 0.0001)
+    pool.submit(client, 1, paired((50, 45)))
+    pool.submit(client, 2, paired((40, 40)))
+    assert packs(pool.submit(client, 3, shared(10, 5, 5))) == []
+    assert packs([sent for id_ in range(4, 10) for sent in pool.submit(client, id_, shared(10, 5, 5))]) == [True]
+
+
 def test_a_higher_priority_is_next_whether_it_is_packed_or_not() -> None:
     pool, client = ready()
     for i in range(1, 5):

@@ -179,8 +179,9 @@ class Admission:
             queue = group.version_queue if request.min_version > group.version else group.queue
             heads = queue.push(request)
             blocked = group.blocked
-            # The common cases under load need no look at the workers: the head stays, or the new one needs as much.
-            if blocked is not None and blocked.lane is group.queue:
+            # The common cases under load need no look at the workers: the head stays, or the new one needs as much. A head that
+            # can be packed may fit now: whether it is follows from how many wait.
+            if blocked is not None and blocked.lane is group.queue and not blocked.packs:
                 if not heads:
                     return
                 if needs_as_much(request, blocked, group.routing.least()):
