@@ -281,6 +281,7 @@ def check_queue(queue: Queue[Any]) -> None:
                         mine = AWAY if client.away else request.priority
                         assert request.client is client and priority == mine, (priority, request)
                         assert signature == request.work.signature | request.packs, (signature, request)
+        assert lane.size == len(lane.requests()), (signature, lane.size)
     seen = [request.seq for request in queue.waiting()]
     assert len(seen) == len(set(seen)), "a request stands twice in a queue"
 

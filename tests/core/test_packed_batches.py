@@ -453,6 +453,19 @@ def test_requests_that_wait_for_a_later_version_count_as_none_that_wait() -> Non
     assert choices(pool, client, 10) == [False] * 10
 
 
+def test_requests_that_share_no_batch_with_it_do_not_make_one_request_many() -> None:
+    """Rows with queries of their own wait, and are never packed."""
+    pool = Pool(config(forwards_in_flight=1))
+    client, worker = pool.client(), paced(pool)
+    learn(worker.pace, 0.001, 0.0003)
+    learn(worker.packed_pace, 0.0115, 0.0001)
+    for _ in range(40):
+        pool.submit(client, next(IDS), paired((30, 30)))
+    pool.submit(pool.client(), 1, shared(10, 5, 5, 5))
+    pool.finish_all()
+    assert not any(packs(pool.sent))
+
+
 def test_the_slower_kind_has_a_turn_now_and_then_so_that_its_costs_stay_known() -> None:
     pool = Pool()
     client, worker = pool.client(), paced(pool)

@@ -41,7 +41,7 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
         return None
     if not head.packs:
         return _fill_plain(core, queue, lane, worker)
-    packed = pack(head, worker)
+    packed = pack(lane, worker)
     batch = (_fill_packed if packed else _fill_plain)(core, queue, lane, worker)
     if batch is not None:
         step = 1 if packed else -1

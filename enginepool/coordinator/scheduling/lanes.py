@@ -194,7 +194,7 @@ class Lane(list[tuple[float, int, Line[R]]]):
     first line of the heap is never one of these.
     """
 
-    __slots__ = ("head", "lines", "moved")
+    __slots__ = ("head", "lines", "moved", "size")
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +204,8 @@ class Lane(list[tuple[float, int, Line[R]]]):
         self.lines: dict[int, Line[R]] = {}
         #: requests were moved away since it was empty
         self.moved = False
+        #: requests, waiting or stale
+        self.size = 0
 
     def before(self, other: "Lane[R]") -> bool:
         """Whether its head is before that of `other`, a lane of the same queue."""

@@ -9,20 +9,21 @@ the less often the slower it is.
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
+from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.protocol.messages import Capabilities
 
 #: The slower kind has one of so many batches, times the ratio of the two times.
 TURN = 64
 
 
-def pack(head: Request, worker: Worker) -> bool:
-    """Whether the batch that `head` opens is packed; its rows can be."""
-    can, plain, packed = worker.capabilities, worker.pace, worker.packed_pace
-    assert can is not None
+def pack(lane: Lane[Request], worker: Worker) -> bool:
+    """Whether the batch that the head of `lane` opens is packed; its rows can be."""
+    can, plain, packed, head = worker.capabilities, worker.pace, worker.packed_pace, lane.head
+    assert can is not None and head is not None
     if plain is None or packed is None:
         return True
-    work, group = head.work, head.group
-    waiting = max(1, group.waiting_for_workers // max(1, group.routing.open))
+    # Requests of other lanes share no batch with it.
+    work, waiting = head.work, max(1, lane.size // max(1, head.group.routing.open))
     rows_alone = _seconds(plain, work.tokens + work.rows * (can.page - 1), work.rows, waiting)
     joined = _seconds(packed, packed_tokens(head, can), work.rows, waiting)
     quicker, slower = sorted((rows_alone, joined))

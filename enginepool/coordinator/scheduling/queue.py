@@ -64,6 +64,7 @@ class Queue(Generic[R]):
         lane = self._lanes.get(signature)
         if lane is None:
             lane = self._lanes[signature] = Lane()
+        lane.size += 1
         client = request.client
         priority = AWAY if client.away else request.priority
         line = lane.lines.get(priority)
@@ -126,6 +127,7 @@ class Queue(Generic[R]):
         if request.lane is self:
             request.lane = None
         self.size -= 1
+        lane.size -= 1
         # Who was not served in this lane is not behind others for it in another one, where virtual time may be less.
         after = start if forgotten else self._charge(line, request.client, start, weight)
         if flow:
@@ -202,6 +204,7 @@ class Queue(Generic[R]):
             for line in lane.lines.values():
                 if (flow := line.take_out(client)) is not None:
                     lane.moved = True
+                    lane.size -= len(flow)
                     moved += flow
             lane.settle()
         self.size -= len(moved)
