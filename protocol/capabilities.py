@@ -11,6 +11,9 @@ Kind = Literal["causal", "classifier", "embedding"]
 FORWARD_S = 0.025
 #: The longest forward that a worker may declare, in milliseconds.
 MOST_FORWARD_MS = 10_000
+#: Tokens and rows in flight, and tokens of a forward. What a worker has, and the pace that is learned of it, which may be
+#: several times what it said, are in each status report, which has room for 64 bits.
+MAX_BUDGET = 1 << 48
 #: LoRA adapters of a worker, and characters of a name. Each status report and some errors have them all.
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 64, 128
 #: Of 512 rows and 32,768 tokens in flight, 8 and 512 are left. A forward that is too large even then is not too large.

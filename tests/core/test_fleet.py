@@ -9,10 +9,10 @@ from enginepool.config import GroupConfig, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import WATCH_S
 from enginepool.coordinator.core.status import report
-from enginepool.coordinator.fleet.checks import MAX_BUDGET
 from enginepool.coordinator.fleet.slots import STEADY_S
 from enginepool.coordinator.fleet.workers import GOODBYE_S
 from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.capabilities import MAX_BUDGET, MOST_FORWARD_MS
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     Accept,
@@ -575,7 +575,7 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
 def test_the_status_has_room_for_what_is_learned_of_the_fastest_worker_that_is_taken(large: int) -> None:
     pool = Pool()
     sizes = {"page": large // 2, "batch_tokens": large // 2, "inflight_tokens": large, "pace": large}
-    pool.worker(can=msgspec.structs.replace(CAN, **sizes))
+    pool.worker(can=msgspec.structs.replace(CAN, **sizes, forward_ms=1, fixed_ms=MOST_FORWARD_MS))
     client = pool.client()
     for number in range(100):
         pool.submit(client, number, work())
@@ -583,7 +583,7 @@ def test_the_status_has_room_for_what_is_learned_of_the_fastest_worker_that_is_t
         for batch in list(pool.batches):
             pool.finish(batch, run_s=1e-5)
     status = report(pool.machine.core, ev.StatusAsked(pool.now, b"", 1))
-    assert encode_header(status)
+    assert encode_header(status) and all(worker.pace < 2**63 for worker in status.groups[0].workers)
     assert [worker.pace > 2 * large for worker in status.groups[0].workers if worker.stage != "lost"] == [True] * (
         large == MAX_BUDGET
     )

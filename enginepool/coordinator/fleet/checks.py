@@ -9,7 +9,7 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import ID_FRAMES
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MOST_FORWARD_MS, MOST_HALVINGS
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MAX_BUDGET, MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
 #: Sizes that a worker can embed in, and characters of its operations, of its features, or of what it says of its engine. Each
@@ -20,9 +20,6 @@ MAX_EXPERTS = 1 << 16
 #: Tokens of a context. The lengths of prompts with media, which only a worker knows, are at most that, and the sum over all
 #: prompts is in answers and in status reports, which have room for 64 bits.
 MAX_CONTEXT = 1 << 31
-#: Tokens and rows in flight, and tokens of a forward. What a worker has, and the pace that is learned of it, which may be
-#: several times what it said, are in each status report, which has room for 64 bits.
-MAX_BUDGET = 1 << 48
 #: Forwards of one batch. The sum over all batches is in each status report, which has room for 64 bits.
 MAX_FORWARDS = 2**31
 

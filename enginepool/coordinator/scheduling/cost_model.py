@@ -24,7 +24,7 @@ first.
 
 from copy import copy
 
-from enginepool.protocol.capabilities import FORWARD_S
+from enginepool.protocol.capabilities import FORWARD_S, MAX_BUDGET
 
 #: Answers that are fewer seconds apart arrived in one turn of the loop, or come from one forward.
 TOGETHER_S = 0.001
@@ -102,7 +102,7 @@ class ForwardCostModel:
     def declared(cls, pace: int, forward_ms: int, fixed_ms: int) -> "ForwardCostModel":
         """The model of a worker that has measured so much: `pace` tokens in `forward_ms`."""
         wanted_ms = max(forward_ms, LEAST_FORWARDS * fixed_ms)
-        return cls(max(1, pace * wanted_ms // forward_ms), wanted_ms / 1000, fixed_ms / 1000)
+        return cls(min(max(1, pace * wanted_ms // forward_ms), MAX_BUDGET), wanted_ms / 1000, fixed_ms / 1000)
 
     def like(self, other: "ForwardCostModel") -> bool:
         """Whether workers that declare the one and the other may be on the same device: it computes as many tokens a second, in
