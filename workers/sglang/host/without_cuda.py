@@ -69,6 +69,7 @@ def _of_triton(index: int) -> dict[str, Any]:
     try:
         return dict(_triton().get_device_properties(index))
     except Exception:
+        # There is no Triton, it has no driver, or it cannot compile its own. Then its function stays as it is.
         return {}
 
 
