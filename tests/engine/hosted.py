@@ -293,8 +293,9 @@ class _Host:
     ) -> tuple[list[list[NewTokens]], list[list[int]]]:
         """What tasks emit, all of them at once, and how many tokens each had emitted in each pause.
 
-        A pause begins once each has emitted `after` more. `loads`: arguments of `load_weights`, one in each pause; without them
-        there is one pause.
+        A pause begins once each has emitted `after` more, and so does the cancel that ends them: they ask for more tokens than
+        they emit while this process gets no turn. `loads`: arguments of `load_weights`, one in each pause; without them there
+        is one pause.
         """
         emitted: list[list[NewTokens]] = [[] for _ in tasks]
         moved = asyncio.Event()
@@ -306,13 +307,16 @@ class _Host:
         def counts() -> list[int]:
             return [sum(len(new.tokens) for new in one) for one in emitted]
 
-        work = [asyncio.create_task(self._engine.generate(task, partial(emit, i))) for i, task in enumerate(tasks)]
-        pauses: list[list[int]] = []
-        for load in loads or (None,):
+        async def emitted_more() -> None:
             least = [count + after for count in (pauses[-1] if pauses else [0] * len(tasks))]
             while not all(count >= one for count, one in zip(counts(), least, strict=True)):
                 moved.clear()
                 await _wait_for(moved, work)
+
+        work = [asyncio.create_task(self._engine.generate(task, partial(emit, i))) for i, task in enumerate(tasks)]
+        pauses: list[list[int]] = []
+        for load in loads or (None,):
+            await emitted_more()
             await self._engine.pause(mode, confirmed=load is None)
             if load is not None:
                 await self._engine.weights.load_weights(*load)
@@ -326,7 +330,11 @@ class _Host:
                 await asyncio.sleep(0.001)  # it has gone on with the load, and its tokens are held back
             assert counts() == pauses[-1], "tokens of weights that are not committed"
             await self._engine.resume()
-        await asyncio.gather(*work)
+        await emitted_more()
+        for one in work:
+            one.cancel()
+        await asyncio.wait(work)
+        assert all(one.cancelled() for one in work), "they have ended before the cancel"
         return emitted, pauses
 
     async def cancel_in_pause(self, tasks: tuple[GenerationTask, ...], mode: PauseMode) -> tuple[bool, list[list[NewTokens]]]:

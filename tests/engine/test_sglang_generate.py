@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ OLDEST = "ENGINEPOOL_TEST_OLDEST" in os.environ
 PROMPTS = ([5, 17, 300], [8], [*range(40, 90)], [11, 12, 13, 14, 15, 16, 17])
 #: tokens; as many are generated once
 CONTEXT = 1024
+#: What is cancelled before it ends: a test may get no turn for as long as hundreds of tokens take.
+ENDLESS = 900
 #: logits are off by so much
 FLOAT32 = 1e-4
 
@@ -397,12 +400,11 @@ def test_after_new_weights_tokens_are_those_of_the_new_ones_and_nothing_of_the_o
 def test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(
     generating: HostedEngine, reference: Reference, mode: str
 ) -> None:
-    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=40) for prompt in PROMPTS)
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=ENDLESS) for prompt in PROMPTS)
     emitted, [counts] = generating.call("pause", tasks, 5, mode)
-    assert all(5 <= count < 40 for count in counts)
-    for prompt, one_of_them in zip(PROMPTS, emitted, strict=True):
+    for prompt, one_of_them, count in zip(PROMPTS, emitted, counts, strict=True):
         found = Continued(one_of_them)
-        assert len(found.tokens) == 40
+        assert 5 <= count <= len(found.tokens) - 5
         assert_greedy(reference, prompt, found)
 
 
@@ -411,12 +413,12 @@ def test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(
 def test_what_is_cancelled_in_a_pause_leaves_where_it_waits_and_else_with_the_next_step(
     generating: HostedEngine, reference: Reference, mode: str
 ) -> None:
-    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=40) for prompt in PROMPTS)
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=200) for prompt in PROMPTS)
     left, emitted = generating.call("cancel_in_pause", tasks, mode)
     assert left == (mode == "retract")
     for prompt, one_of_them in zip(PROMPTS[1:], emitted[1:], strict=True):
         found = Continued(one_of_them)
-        assert len(found.tokens) == 40
+        assert len(found.tokens) == 200
         assert_greedy(reference, prompt, found)
 
 
@@ -448,18 +450,18 @@ def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weight
 
 Spans = list[tuple[dict[str, Any], list[int]]]
 #: New weights come three times while sequences run, each time once all of them have five more tokens.
-LENGTH, APART, TIMES = 60, 5, 3
+APART, TIMES = 5, 3
 
 
 def across_updates(
     engine: HostedEngine, subject: Subject, reference: Reference, mode: str, given: Sequence[Given | Lending], error: float
 ) -> Iterator[tuple[Sequence[int], Spans, list[float]]]:
     """For each sequence its prompt, the weights and the tokens of each span, and the logprobs of all of them."""
-    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=LENGTH) for prompt in PROMPTS)
+    tasks = tuple(task(prompt, logprobs=True, ignore_eos=True, max_new_tokens=ENDLESS) for prompt in PROMPTS)
     loads = tuple((one.weights, 10 + i, one.digest, mode) for i, one in enumerate(given))
     emitted, pauses = engine.call("pause", tasks, APART, mode, loads)
     # Nothing that is asked for now finds keys and values of other weights; only what was asked for now.
-    again = [run(engine, *tasks) for _ in range(2)]
+    again = [run(engine, *(task(prompt, logprobs=True, ignore_eos=True) for prompt in PROMPTS)) for _ in range(2)]
     with reference.holding(given[-1].tensors):
         for prompt, [first], [second] in zip(PROMPTS, *again, strict=True):
             assert_greedy(reference, prompt, first, error)
@@ -470,8 +472,8 @@ def across_updates(
     subject.load_weights(own.weights, 20, own.digest)
     for number, prompt in enumerate(PROMPTS):
         found = Continued(emitted[number])
-        ends = [*(counts[number] for counts in pauses), LENGTH]
-        assert ends == sorted(set(ends)) and len(found.tokens) == LENGTH
+        ends = [*(counts[number] for counts in pauses), len(found.tokens)]
+        assert len(ends) == TIMES + 1 and all(after - before >= APART for before, after in pairwise([0, *ends]))
         weights = [subject.own, *(one.tensors for one in given)]
         spans = [(one, found.tokens[a:b]) for one, a, b in zip(weights, [0, *ends], ends, strict=False)]
         yield prompt, spans, found.logprobs
@@ -501,7 +503,7 @@ def test_nothing_stays_of_a_sequence_that_went_on_with_weights_that_are_not_comm
     generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
 ) -> None:
     subject = Subject(generating, models.causal, tmp_path)
-    given, asked = subject.drawn(21), task(PROMPTS[2], logprobs=True, ignore_eos=True, max_new_tokens=200)
+    given, asked = subject.drawn(21), task(PROMPTS[2], logprobs=True, ignore_eos=True, max_new_tokens=ENDLESS)
     generating.call("drop_after_load", asked, (given.weights, 21, given.digest, "in_place"))
     own = Given(tmp_path, subject.own)
     subject.load_weights(own.weights, 22, own.digest)  # as a restore

@@ -12,7 +12,7 @@ import pytest
 from enginepool.workers.engine import GenerationTask, TaskMedium
 from enginepool.workers.sglang.generate.media import MAX_PIXELS
 from tests.engine.hosted import HostedEngine
-from tests.engine.test_sglang_generate import one, refusal, run, task
+from tests.engine.test_sglang_generate import ENDLESS, one, refusal, run, task
 from tests.engine.test_sglang_scores import declared
 from tests.engine.test_sglang_weights import Given, Subject
 from tests.engine.vision_models import CONTEXT, SPECIAL, VisionReference, make_vision_model, picture
@@ -124,12 +124,12 @@ def test_the_placeholder_in_a_text_becomes_its_tokens(vision: Vision) -> None:
 def test_after_new_weights_an_image_is_what_the_new_ones_make_of_it(vision: Vision, tmp_path: Path, mode: str) -> None:
     """SGLang keeps what the encoder made of an image, by the image alone."""
     subject = Subject(vision.engine, vision.folder, tmp_path)
-    seen, also = vision.asked([5, 17, 300], WIDE, [40, 41, 42]), vision.asked([11, 12], TALL, count=40)
+    seen, also = vision.asked([5, 17, 300], WIDE, [40, 41, 42]), vision.asked([11, 12], TALL, count=ENDLESS)
     own, new = Given(tmp_path, subject.own), subject.drawn(3)
     assert one(vision.engine, seen).tokens == vision.wanted(seen)
     if mode:
         emitted, _ = vision.engine.call("pause", (also,), 5, mode, ((new.weights, 1, new.digest, mode),))
-        assert sum(len(step.tokens) for step in emitted[0]) == 40
+        assert sum(len(step.tokens) for step in emitted[0]) >= 10
     else:
         subject.load_weights(new.weights, 1, new.digest)
     for asked in (seen, replace(also, sampling=seen.sampling)):
