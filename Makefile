@@ -113,10 +113,11 @@ $(STAMPS)/house: $(STAMPS)/engine pyproject.toml
 	@echo "Setting up $(VENV): enginepool."
 	$(call STEP,$(PIP) --no-build-isolation -e .)
 
-# pip would name what sglang was installed without.
+# pip would name what sglang was installed without. The compiled parts of torchaudio are for CUDA: where they lie and cannot be
+# loaded, it cannot be imported, and neither can transformers; where they are missing, it does without.
 $(STAMPS)/tools: $(STAMPS)/house $(REQ)/tools.txt
 	@echo "Setting up $(VENV): the tools."
-	$(call STEP,$(PIP) --no-warn-conflicts -r $(REQ)/tools.txt)
+	$(call STEP,$(PIP) --no-warn-conflicts -r $(REQ)/tools.txt && rm -f $(VENV)/lib/python3*/site-packages/torchaudio/lib/*.so)
 
 $(STAMPS)/oldest: $(STAMPS)/tools $(REQ)/oldest-engine.txt
 	@echo "Setting up $(VENV)/oldest: the oldest supported engine, about 0.4 GB."

@@ -1,6 +1,7 @@
 """What a worker does with media before SGLang has them: room for images, and errors that an answer has room for."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -40,27 +41,46 @@ def test_an_error_of_sglang_is_told_without_the_bytes_that_it_repeats() -> None:
     assert media_error("no room") == "no room"
 
 
+class Torchcodec:
+    """torchcodec.decoders, which some releases can be imported without FFmpeg and then not used."""
+
+    def __init__(self, *, ffmpeg: bool) -> None:
+        self._ffmpeg = ffmpeg
+
+    def AudioDecoder(self, data: bytes) -> None:
+        assert data.startswith(b"RIFF")
+        if not self._ffmpeg:
+            raise RuntimeError("Could not load libtorchcodec")
+
+
+TORCHCODEC = "torchcodec.decoders"
 NO_FFMPEG, NO_CUDA = RuntimeError("Could not load libtorchcodec"), OSError("libnvrtc.so.13: cannot open shared object file")
+WHOLE, BARE = Torchcodec(ffmpeg=True), Torchcodec(ffmpeg=False)
 
 
 @pytest.mark.parametrize(
     ("installed", "kinds"),
     [
         ({}, ["image"]),
-        ({"torchcodec.decoders": NO_FFMPEG}, ["image"]),
-        ({"torchcodec.decoders": NO_CUDA, "decord": None}, ["image", "video"]),
-        ({"torchcodec.decoders": None}, ["image", "video", "audio"]),
+        ({TORCHCODEC: NO_FFMPEG}, ["image"]),
+        ({TORCHCODEC: NO_CUDA, "decord": None}, ["image", "video"]),
+        ({TORCHCODEC: WHOLE}, ["image", "video"]),
+        ({TORCHCODEC: WHOLE, "soundfile": None}, ["image", "video", "audio"]),
+        ({TORCHCODEC: BARE, "decord": None, "soundfile": None}, ["image"]),
+        ({TORCHCODEC: BARE, "soundfile": None, "torchaudio": None}, ["image", "audio"]),
         ({"soundfile": None}, ["image"]),
         ({"soundfile": None, "torchaudio": None}, ["image", "audio"]),
+        ({"soundfile": None, "torchaudio": NO_CUDA}, ["image"]),
     ],
 )
-def test_a_kind_is_taken_if_its_decoder_can_be_loaded(
-    installed: dict[str, Exception | None], kinds: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_kind_is_taken_if_its_decoder_can_be_used(
+    installed: dict[str, Any], kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(name: str) -> None:
-        error = installed.get(name, ImportError(name))
-        if error is not None:
-            raise error
+    def load(name: str) -> Any:
+        found = installed.get(name, ImportError(name))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     monkeypatch.setattr("importlib.import_module", load)
     assert [kind for kind in ("image", "video", "audio") if can_decode(kind)] == kinds

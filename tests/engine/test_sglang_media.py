@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginepool.workers.engine import GenerationTask, TaskMedium
-from enginepool.workers.sglang.generate.media import MAX_PIXELS
+from enginepool.workers.sglang.generate.media import MAX_PIXELS, PROMPT_PIXELS
 from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_generate import ENDLESS, one, refusal, run, task
 from tests.engine.test_sglang_scores import declared
@@ -103,6 +103,7 @@ def test_a_bad_image_is_one_error_to_its_caller_and_others_go_on(vision: Vision)
         (vision.asked(WIDE[:2000], [8]), "truncated"),
         (vision.asked(bomb(100_000, 100_000), [8]), f"image 0: too many pixels; at most {MAX_PIXELS}"),
         (vision.asked(bomb(10_000, 10_000), [8]), f"image 0: 10000 × 10000 pixels; at most {MAX_PIXELS}"),
+        (vision.asked(*[bomb(8192, 8192)] * 5), f"images: {5 << 26} pixels of one prompt; at most {PROMPT_PIXELS}"),
         (replace(vision.asked([7, 8]), media=vision.asked(WIDE).media), "1 given, and the prompt has placeholders for 0"),
         (replace(vision.asked([*image, 8]), media=vision.asked(WIDE, TALL).media), "2 given, and the prompt has placeholders"),
         (replace(vision.asked(WIDE, [8]), media=(TaskMedium("video", "bytes", b"a"),)), "this engine takes no video"),

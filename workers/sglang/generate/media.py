@@ -2,33 +2,38 @@
 
 SGLang decodes media on threads of this process, and a medium that it cannot decode fails its request alone. What is checked
 here it would do without a word: decode an image of any size, run Ghostscript for one format, leave out a medium for which the
-prompt has no placeholder.
+prompt has no placeholder, or the end of a clip that the model takes the beginning of.
 """
 
 import asyncio
 import importlib
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, TaskMedium
 from enginepool.workers.log import say
+from enginepool.workers.sglang.generate.audio import LIBRARY, MAX_SAMPLES, count_samples, decode, wav
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 
 #: Pixels of an image: 3 bytes each, once it is decoded.
 MAX_PIXELS = 1 << 26
-#: Pixels of the images that are decoded and not yet computed, of all sequences.
-ROOM_PIXELS = 4 * MAX_PIXELS
+#: Pixels of the images of one prompt.
+PROMPT_PIXELS = 4 * MAX_PIXELS
+#: Bytes of what is decoded and not yet computed, of all sequences; one prompt may have all of them.
+ROOM_BYTES = 3 * PROMPT_PIXELS
+#: Bytes that a sample takes, as it is decoded here, by SGLang, and resampled.
+SAMPLE_BYTES = ROOM_BYTES // MAX_SAMPLES
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-#: SGLang needs all modules of one of these lists.
-_DECODERS: dict[str, tuple[list[str], ...]] = {
-    "image": ([],),
-    "video": (["torchcodec.decoders"], ["decord"]),
-    "audio": (["torchcodec.decoders"], ["soundfile", "torchaudio"]),
-}
+#: Models that take the beginning of a clip: SGLang leaves the rest out, or its scheduler ends with a longer one.
+_WINDOWED = ("Qwen2AudioForConditionalGeneration",)
+_TORCHCODEC = "torchcodec.decoders"
 #: pixels of each side of the image by which a processor is asked
 _PROBE = 224
 #: what SGLang says of a medium that it cannot load, and which one it is
@@ -53,12 +58,27 @@ def media_features(tm: Any) -> tuple[str, ...]:
 
 
 def can_decode(kind: str) -> bool:
-    """Whether SGLang can decode media of this kind here."""
-    return any(all(map(_loads, modules)) for modules in _DECODERS[kind])
+    """Whether media of this kind can be decoded here, by SGLang; audio is decoded for it before, and resampled by it."""
+    if kind == "image":
+        return True
+    if kind == "audio":
+        return _loads(LIBRARY) and (_loads("torchaudio") or _torchcodec_decodes())
+    # SGLang takes the other one only if this one cannot be imported.
+    return _torchcodec_decodes() if _loads(_TORCHCODEC) else _loads("decord")
+
+
+def _torchcodec_decodes() -> bool:
+    """It is installed with SGLang. Some releases cannot be imported without the libraries of FFmpeg, and others cannot be
+    used."""
+    try:
+        importlib.import_module(_TORCHCODEC).AudioDecoder(wav(np.zeros((1600, 1), np.float32), 16_000))
+    except Exception:
+        return False
+    return True
 
 
 def _loads(module: str) -> bool:
-    """Whether a module can be imported. torchcodec is installed with SGLang, and loads only with the libraries of FFmpeg."""
+    """Whether a module can be imported, with the libraries that it needs."""
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError):
@@ -73,11 +93,38 @@ def refuse_untaken(media: Sequence[TaskMedium], can: Capabilities) -> None:
             raise EngineError(f"media: this engine takes no {one.kind}")
 
 
-async def pixels_of(media: Sequence[TaskMedium]) -> int:
-    """Pixels of the images among `media`, by what their bytes say at their beginning. Raises EngineError: one is too large, or
-    none."""
-    images = [one.data for one in media if one.kind == "image"]
-    return await asyncio.to_thread(lambda: sum(_pixels(i, data) for i, data in enumerate(images))) if images else 0
+def longest_clip(tm: Any) -> float:
+    """Seconds of audio that the model takes of a clip.
+
+    Args:
+        tm: SGLang's tokenizer manager.
+    """
+    if not {*tm.model_config.hf_config.architectures} & {*_WINDOWED}:
+        return math.inf
+    return float(tm.mm_processor._processor.feature_extractor.chunk_length)
+
+
+async def decoded_bytes(media: Sequence[TaskMedium], longest_s: float) -> int:
+    """What `media` take once they are decoded, by what their bytes say at their beginning. Raises EngineError: one is too
+    large or too long, or none."""
+    images, clips = ([one.data for one in media if one.kind == kind] for kind in ("image", "audio"))
+
+    def found() -> int:
+        pixels = sum(_pixels(i, data) for i, data in enumerate(images))
+        if pixels > PROMPT_PIXELS:
+            raise EngineError(f"images: {pixels} pixels of one prompt; at most {PROMPT_PIXELS}")
+        return 3 * pixels + SAMPLE_BYTES * count_samples(clips, longest_s)
+
+    return await asyncio.to_thread(found) if images or clips else 0
+
+
+async def plain(media: Sequence[TaskMedium]) -> Sequence[TaskMedium]:
+    """The same media with audio as plain samples. Raises EngineError: a clip cannot be decoded."""
+    clips = [place for place, one in enumerate(media) if one.kind == "audio"]
+    found = list(media)
+    for i, place in enumerate(clips):
+        found[place] = TaskMedium("audio", "bytes", await asyncio.to_thread(decode, i, media[place].data))
+    return found
 
 
 def _pixels(i: int, data: bytes) -> int:
@@ -105,15 +152,25 @@ def check_expanded(processor: Any, context: int) -> None:
         items: list[Any] = [] if found is None else found.mm_items
         for kind, given in (("image", asked.image_data), ("video", asked.video_data), ("audio", asked.audio_data)):
             # An item may stand for several, of which each has a place in the prompt.
-            count = sum(max(1, len(item.offsets or ())) for item in items if item.modality.name.lower() == kind)
+            places = [item.offsets for item in items if item.modality.name.lower() == kind]
+            count = sum(1 if one is None else len(one) for one in places)
             if count < len(given or ()):
                 raise ValueError(f"{kind}: {len(given)} given, and the prompt has placeholders for {count}")
         tokens, new = len(getattr(found, "input_ids", None) or ()), asked.sampling_params["max_new_tokens"]
         if tokens + new > context:
             raise ValueError(f"{tokens} tokens with media, and max_new_tokens = {new}; at most {context} together")
+        _share_lengths([item for item in items if item.modality.name == "AUDIO"])
         return found
 
     processor.process_mm_data_async = checked
+
+
+def _share_lengths(clips: Sequence[Any]) -> None:
+    """SGLang's processor of Qwen2-Audio gives the first clip the lengths of all, and its scheduler ends if another has none."""
+    lengths = getattr(clips[0], "audio_feature_lens", None) if len(clips) > 1 else None
+    if lengths is not None and len(lengths) == len(clips) and not hasattr(clips[1], "audio_feature_lens"):
+        for clip, length in zip(clips, lengths.split(1), strict=True):
+            clip.audio_feature_lens = length
 
 
 async def keeps_ids(tm: Any, requests: Any) -> bool:

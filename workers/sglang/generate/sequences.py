@@ -13,16 +13,18 @@ import numpy as np
 
 from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
-from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
 from enginepool.workers.room import Held, SharedRoom
 from enginepool.workers.sglang.generate.adapter_loads import AdapterLoads
 from enginepool.workers.sglang.generate.adapter_slots import AdapterSlots
 from enginepool.workers.sglang.generate.media import (
-    ROOM_PIXELS,
+    ROOM_BYTES,
     check_expanded,
+    decoded_bytes,
     keeps_ids,
+    longest_clip,
     media_error,
-    pixels_of,
+    plain,
     refuse_untaken,
 )
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
@@ -61,8 +63,9 @@ class EngineGeneration:
         self._tm = tokenizer_manager
         self._requests = requests
         self._processor = processor
-        #: for the images that are decoded now
-        self.room = SharedRoom(ROOM_PIXELS)
+        #: for the media that are decoded now
+        self.room = SharedRoom(ROOM_BYTES)
+        self.longest_clip = longest_clip(self._tm) if "audio" in capabilities.features else 0.0
         if self._tm.mm_processor is not None:
             check_expanded(self._tm.mm_processor, capabilities.longest_sequence)
         settings = running.settings
@@ -113,10 +116,10 @@ class EngineGeneration:
         refuse_fatal(task, self.capabilities, self._deterministic)
         refuse_untaken(task.media, self.capabilities)
 
-    def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> Any:
-        """SGLang's stream of answers for one sequence of a task."""
+    def ask(self, task: GenerationTask, prompt: list[int], given: Sequence[TaskMedium], sequence: int, rid: str) -> Any:
+        """SGLang's stream of answers for one sequence of a task. `given`: its media, as SGLang takes them."""
         params = sampling_kwargs(task, self.capabilities.vocab, sequence)
-        media = {kind: [one.data for one in task.media if one.kind == kind] or None for kind in ("image", "video", "audio")}
+        media = {kind: [one.data for one in given if one.kind == kind] or None for kind in ("image", "video", "audio")}
         request = self._requests.GenerateReqInput(
             input_ids=prompt,
             image_data=media["image"],
@@ -173,15 +176,15 @@ class Sequences:
         self._dropped = False
         #: what its prompt is expected to have in the engine
         self._tokens = len(self._prompt) + sum(expected_tokens(len(one.data)) for one in task.media)
-        #: pixels of its images, and what gives their room back: one for each sequence that has no tokens yet
-        self._pixels = 0
+        #: bytes of its decoded media, and what gives their room back: one for each sequence that has no tokens yet
+        self._decoded = 0
         self._rooms: dict[int, Held] = {}
         #: sequences that were given up here, and why
         self._failed: dict[int, str] = {}
 
     async def run(self) -> None:
         """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
-        self._pixels = await pixels_of(self._task.media)
+        self._decoded = await decoded_bytes(self._task.media, self._engine.longest_clip)
         self._streams = [asyncio.create_task(self._continue(0))]
         try:
             if self._task.n > 1:
@@ -221,9 +224,10 @@ class Sequences:
         takers[rid] = partial(self._take, sequence)
         try:
             await prefill.turn
-            if self._pixels:
-                self._rooms[sequence] = await self._engine.room.take(self._pixels)
-            async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, sequence, rid)) as answers:
+            if self._decoded:
+                self._rooms[sequence] = await self._engine.room.take(self._decoded)
+            media = await plain(self._task.media)
+            async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
                     _ending(answer["meta_info"]["finish_reason"])
         except EngineError:
@@ -240,7 +244,7 @@ class Sequences:
             raise EngineError(self._failed[sequence])
 
     def _give_back(self, sequence: int) -> None:
-        """Its images are computed, or it has ended."""
+        """Its media are computed, or it has ended."""
         if (room := self._rooms.pop(sequence, None)) is not None:
             room.give_back()
 

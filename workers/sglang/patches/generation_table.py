@@ -53,6 +53,7 @@ OF_GENERATION: tuple[Private, ...] = (
     *_private(
         "generate/media.py", MODEL,
         ("ModelConfig.is_image_understandable_model is_audio_understandable_model", "read", "which media the model takes"),
+        ("ModelConfig.hf_config", "read", "how long a clip the model takes"),
     ),
     *_private(
         "generate/media.py", MEDIA,
@@ -60,7 +61,9 @@ OF_GENERATION: tuple[Private, ...] = (
             "BaseMultimodalProcessor.process_mm_data_async", "replaced", "media without a placeholder are refused",
             "self, image_data, audio_data, input_text, request_obj, **kwargs",
         ),
+        ("BaseMultimodalProcessor._processor", "read", "how long a clip the model takes"),
     ),
+    *_private("generate/media.py", BATCH, ("MultimodalDataItem.audio_feature_lens", "added", "of clips after the first")),
     *_private(
         "generate/new_tokens.py", TOKENIZER,
         ("TokenizerManager._handle_batch_output", "replaced", "new tokens of all sequences", "self, recv_obj"),
