@@ -1,12 +1,17 @@
 """What a worker does with media before SGLang has them: room for images, and errors that an answer has room for."""
 
 import asyncio
+import threading
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
+from enginepool.workers.engine import EngineError
 from enginepool.workers.room import SharedRoom
 from enginepool.workers.sglang.generate.media import can_decode, media_error
+from enginepool.workers.sglang.generate.video import MAX_FRAMES, VideoThread, bound_frames, refuse_others
 
 
 def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_room_runs_alone() -> None:
@@ -39,6 +44,88 @@ def test_an_error_of_sglang_is_told_without_the_bytes_that_it_repeats() -> None:
     )
     assert media_error(text) == "image 1: image is truncated"
     assert media_error("no room") == "no room"
+
+
+class Decoder:
+    """As SGLang's decoder of a video."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self._frame = np.zeros((height, width, 3), np.uint8)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._frame
+
+    def get_frames_at(self, indices: list[int]) -> int:
+        return len(indices)
+
+    def get_frames_as_tensor(self, indices: list[int]) -> int:
+        return len(indices)
+
+
+class NewerDecoder(Decoder):
+    @property
+    def frame_shape(self) -> tuple[int, int]:
+        return self._frame.shape[:2]
+
+
+@pytest.mark.parametrize("kind", [Decoder, NewerDecoder])
+def test_frames_of_the_videos_of_one_prompt_have_a_bound_together(kind: type[Decoder]) -> None:
+    # Classes of this test's own, which are changed.
+    decoder = type("Bounded", (kind,), {name: vars(Decoder)[name] for name in ("get_frames_at", "get_frames_as_tensor")})
+    bound_frames(decoder)
+    bound_frames(decoder)
+    small, large = decoder(2, 2), decoder(1080, 1920)
+
+    async def prompt(*videos: tuple[Any, int]) -> list[int]:
+        found = [video.get_frames_at([*range(count)]) for video, count in videos[:1]]
+        return found + [video.get_frames_as_tensor([*range(count)]) for video, count in videos[1:]]
+
+    async def scene() -> None:
+        thread = VideoThread()
+        assert await thread.run(partial(prompt, (small, MAX_FRAMES - 1), (small, 1))) == [MAX_FRAMES - 1, 1]
+        with pytest.raises(ValueError, match=f"^video: 1025 frames with 4100 pixels of one prompt; at most {MAX_FRAMES} with"):
+            await thread.run(partial(prompt, (small, MAX_FRAMES), (small, 1)))
+        assert await thread.run(partial(prompt, (large, 258))) == [258]
+        with pytest.raises(
+            ValueError, match=f"259 frames with {259 * 1080 * 1920} pixels of one prompt; at most .* with {1 << 29}"
+        ):
+            await thread.run(partial(prompt, (large, 129), (large, 130)))
+        # On a thread of SGLang's own, which serves many prompts, each video has the bounds.
+        for _ in range(2):
+            assert large.get_frames_at([*range(258)]) == 258
+        with pytest.raises(ValueError, match="259 frames"):
+            large.get_frames_at([*range(259)])
+
+    asyncio.run(scene())
+
+
+def test_prompts_with_videos_run_one_after_another_while_the_event_loop_goes_on() -> None:
+    async def scene() -> None:
+        thread, order, go_on = VideoThread(), list[str](), threading.Event()
+
+        async def first() -> None:
+            go_on.wait()  # as SGLang waits for frames
+            await asyncio.sleep(0)
+            order.append("first")
+
+        async def second() -> None:
+            order.append("second")
+
+        running = [asyncio.create_task(thread.run(work)) for work in (first, second)]
+        await asyncio.sleep(0)
+        order.append("the event loop")
+        go_on.set()
+        await asyncio.gather(*running)
+        assert order == ["the event loop", "first", "second"]
+
+    asyncio.run(scene())
+
+
+def test_only_containers_that_name_no_other_files_are_taken_for_videos() -> None:
+    refuse_others([b"\0\0\0\x18ftypmp42", b"\x1aE\xdf\xa3\x9f", b"RIFF\0\0\0\0AVI LIST"])
+    for data in (b"", b"#EXTM3U\nfile:///etc/passwd", b"ffconcat version 1.0", b"#EXTM3U\nAVI ", b"RIFF\0\0\0\0WAVE"):
+        with pytest.raises(EngineError, match=r"^video 1: it cannot be read as MP4, MOV, WebM, Matroska or AVI$"):
+            refuse_others([b"RIFF\0\0\0\0AVI ", data])
 
 
 class Torchcodec:

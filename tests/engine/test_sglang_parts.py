@@ -514,7 +514,7 @@ def test_a_version_without_sessions_is_left_alone() -> None:
 # --- the CPU bridge ----------------------------------------------------------------------------------------------------
 
 
-def test_where_there_is_no_torchvision_its_names_can_be_imported_and_not_called() -> None:
+def test_where_there_is_no_torchvision_its_names_can_be_imported_and_all_but_what_videos_need_not_called() -> None:
     """In a process of its own: it stays there."""
     code = """
 from enginepool.workers.cpu_bridge import torchvision
@@ -525,6 +525,12 @@ from torchvision.io import decode_jpeg
 modes = {InterpolationMode.BICUBIC: 1, InterpolationMode.NEAREST: 2}
 class Resize(transforms.Resize): pass
 assert not hasattr(transforms, "__wrapped__") and not hasattr(InterpolationMode, "__wrapped__")
+import torch
+from torchvision.transforms.v2 import functional
+frames = functional.resize(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), [4, 6], interpolation=InterpolationMode.BICUBIC)
+assert frames.dtype == torch.uint8 and frames.shape == (2, 1, 4, 6)
+frames = functional.normalize(functional.grayscale_to_rgb(frames).float(), mean=[6, 7, 8], std=[2, 2, 2])
+assert frames.shape == (2, 3, 4, 6) and frames[1, :, 0, 0].tolist() == [0.5, 0.0, -0.5]
 decode_jpeg(b"")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import io
+import struct
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,27 @@ def picture(width: int, height: int, seed: int = 0, form: str = "PNG") -> bytes:
     return file.getvalue()
 
 
+def film(frames: Sequence[bytes], copies: int = 2) -> bytes:
+    """An AVI file of images of one size, each so many times, two in a second. They are not compressed."""
+    opened = [np.asarray(_opened(frame)) for frame in frames]
+    height, width, _ = opened[0].shape
+    # From the lowest line up, each a multiple of 4 bytes, blue before red.
+    lines = [np.pad(one[::-1, :, ::-1].reshape(height, -1), ((0, 0), (0, -width * 3 % 4))).tobytes() for one in opened]
+    data = [line for line in lines for _ in range(copies)]
+    count, size = len(data), len(data[0])
+    head = _chunk(b"avih", struct.pack("<14I", 500_000, 2 * size, 0, 16, count, 0, 1, size, width, height, 0, 0, 0, 0))
+    stream = struct.pack("<4s4s10I4H", b"vids", b"DIB ", 0, 0, 0, 1, 2, 0, count, size, 0, 0, 0, 0, width, height)
+    pixels = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, size, 0, 0, 0, 0)
+    streams = _chunk(b"LIST", b"strl" + _chunk(b"strh", stream) + _chunk(b"strf", pixels))
+    index = b"".join(struct.pack("<4sIII", b"00db", 16, 4 + i * (size + 8), size) for i in range(count))
+    body = _chunk(b"LIST", b"movi" + b"".join(_chunk(b"00db", one) for one in data)) + _chunk(b"idx1", index)
+    return _chunk(b"RIFF", b"AVI " + _chunk(b"LIST", b"hdrl" + head + streams) + body)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return name + struct.pack("<I", len(data)) + data
+
+
 class VisionReference:
     """`transformers` in float32."""
 
@@ -92,7 +114,9 @@ class VisionReference:
         self._torch.set_num_threads(1)
         self._model = library.Qwen2VLForConditionalGeneration.from_pretrained(folder).float().eval()
         self._images = library.Qwen2VLImageProcessorPil.from_pretrained(folder)
-        self._image = placeholder[1]
+        # What a video processor makes of frames in pairs, if they need not be resized.
+        self._frames = library.Qwen2VLImageProcessorPil(max_pixels=1 << 20)
+        self._image, self._video = placeholder[1], placeholder[1] + 1
 
     @contextmanager
     def holding(self, weights: Mapping[str, Any]) -> Generator[None]:
@@ -107,26 +131,43 @@ class VisionReference:
         finally:
             self._model = own
 
-    def expanded(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], dict[str, Any]]:
-        """A prompt with as many tokens for each image as it takes, and what the model is given besides."""
-        library: Any = importlib.import_module("PIL.Image")
-        if not images:
-            return list(prompt), {}
-        opened = [library.open(io.BytesIO(image)).convert("RGB") for image in images]
-        given = dict(self._images(images=opened, return_tensors="pt"))
-        counts = iter((given["image_grid_thw"].prod(dim=1) // 4).tolist())
+    def expanded(
+        self, prompt: Sequence[int], images: Sequence[bytes], videos: Sequence[Sequence[bytes]] = ()
+    ) -> tuple[list[int], dict[str, Any]]:
+        """A prompt with as many tokens for each image and video as it takes, and what the model is given besides.
+
+        Args:
+            videos: of each video its frames, of which the video has each one twice.
+        """
+        given: dict[str, Any] = {}
+        if images:
+            given |= self._images(images=[*map(_opened, images)], return_tensors="pt")
+        if videos:
+            each = [self._frames(images=[*map(_opened, frames)], return_tensors="pt") for frames in videos]
+            grids = [[len(one["image_grid_thw"]), *one["image_grid_thw"][0].tolist()[1:]] for one in each]
+            given["pixel_values_videos"] = self._torch.cat([one["pixel_values"] for one in each])
+            given["video_grid_thw"] = self._torch.tensor(grids)
+        kinds = ((self._image, "image_grid_thw"), (self._video, "video_grid_thw"))
+        counts = {token: iter((given[grid].prod(dim=1) // 4).tolist()) for token, grid in kinds if grid in given}
         ids: list[int] = []
         for token in prompt:
-            ids += [token] * next(counts) if token == self._image else [token]
+            ids += [token] * next(counts[token]) if token in counts else [token]
         return ids, given
 
-    def greedy(self, prompt: Sequence[int], images: Sequence[bytes], count: int) -> list[int]:
+    def greedy(
+        self, prompt: Sequence[int], images: Sequence[bytes], count: int, videos: Sequence[Sequence[bytes]] = ()
+    ) -> list[int]:
         """The likeliest tokens after a prompt, each after those before it."""
-        ids, given = self.expanded(prompt, images)
+        ids, given = self.expanded(prompt, images, videos)
         first = len(ids)
         with self._torch.no_grad():
             for _ in range(count):
                 row = self._torch.tensor([ids])
-                types = {"mm_token_type_ids": (row == self._image).int()} if images else {}
+                types = {"mm_token_type_ids": (row == self._image).int() + 2 * (row == self._video).int()} if given else {}
                 ids.append(int(self._model(input_ids=row, **given, **types).logits[0, -1].argmax()))
         return ids[first:]
+
+
+def _opened(image: bytes) -> Any:
+    library: Any = importlib.import_module("PIL.Image")
+    return library.open(io.BytesIO(image)).convert("RGB")

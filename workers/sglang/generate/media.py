@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, TaskMedium
 from enginepool.workers.log import say
 from enginepool.workers.sglang.generate.audio import LIBRARY, MAX_SAMPLES, count_samples, decode, wav
+from enginepool.workers.sglang.generate.video import VideoThread, refuse_others
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 
@@ -105,9 +107,10 @@ def longest_clip(tm: Any) -> float:
 
 
 async def decoded_bytes(media: Sequence[TaskMedium], longest_s: float) -> int:
-    """What `media` take once they are decoded, by what their bytes say at their beginning. Raises EngineError: one is too
-    large or too long, or none."""
-    images, clips = ([one.data for one in media if one.kind == kind] for kind in ("image", "audio"))
+    """What images and audio take once they are decoded, by what their bytes say at their beginning. Raises EngineError: a
+    medium is too large or too long, or none."""
+    images, clips, videos = ([one.data for one in media if one.kind == kind] for kind in ("image", "audio", "video"))
+    refuse_others(videos)
 
     def found() -> int:
         pixels = sum(_pixels(i, data) for i, data in enumerate(images))
@@ -144,11 +147,11 @@ def _pixels(i: int, data: bytes) -> int:
 def check_expanded(processor: Any, context: int) -> None:
     """Have SGLang's processor of a model refuse media for which the prompt has no placeholder, which it would leave out, and
     prompts that are longer with their media than an engine of this context takes."""
-    process = processor.process_mm_data_async
+    process, videos = processor.process_mm_data_async, VideoThread()
 
     async def checked(*args: Any, **kwargs: Any) -> Any:
-        found = await process(*args, **kwargs)
-        asked = kwargs["request_obj"]
+        asked, work = kwargs["request_obj"], partial(process, *args, **kwargs)
+        found = await (videos.run(work) if asked.video_data else work())
         items: list[Any] = [] if found is None else found.mm_items
         for kind, given in (("image", asked.image_data), ("video", asked.video_data), ("audio", asked.audio_data)):
             # An item may stand for several, of which each has a place in the prompt.

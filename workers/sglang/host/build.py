@@ -18,6 +18,7 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.redis_model import refuse_incomplete
 from enginepool.workers.saving import form_of
 from enginepool.workers.sglang.generate.settings import generation_kwargs
+from enginepool.workers.sglang.generate.video import bound_frames
 from enginepool.workers.sglang.host.model_size import model_config
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_connectors, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
@@ -109,8 +110,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         raise SettingsError(f"engine option page_size={kwargs['page_size']} is refused: SGLang {version} has no pages on a CPU")
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
-    use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
-    change_connectors()
+    _change_classes()
     rows = settings if settings.mixed else None
     engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows)
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
@@ -181,6 +181,13 @@ def _grammars_on(device: str) -> bool:
 def _pages_on_cpu() -> bool:
     """Whether SGLang gives out pages of several tokens on a CPU. Its older versions have Triton kernels alone for that."""
     return hasattr(importlib.import_module(modules.PAGES), "alloc_decode_naive")
+
+
+def _change_classes() -> None:
+    """Those that SGLang uses in this process."""
+    use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
+    bound_frames(importlib.import_module(modules.VIDEO).VideoDecoderWrapper)
+    change_connectors()
 
 
 def _with_our_entries(engine: Any, attention: str, rows: EngineSettings | None) -> Any:

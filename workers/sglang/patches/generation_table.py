@@ -14,6 +14,7 @@ from enginepool.workers.sglang.patches.modules import (
     REQUESTS,
     SCHEDULER,
     TOKENIZER,
+    VIDEO,
 )
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
@@ -64,6 +65,11 @@ OF_GENERATION: tuple[Private, ...] = (
         ("BaseMultimodalProcessor._processor", "read", "how long a clip the model takes"),
     ),
     *_private("generate/media.py", BATCH, ("MultimodalDataItem.audio_feature_lens", "added", "of clips after the first")),
+    *_private(
+        "generate/video.py", VIDEO,
+        ("VideoDecoderWrapper.get_frames_at get_frames_as_tensor", "replaced", "frames have bounds", "self, indices"),
+    ),
+    *_private("generate/video.py", VIDEO, ("VideoDecoderWrapper.frame_shape", "read", "the size of a frame"), optional=True),
     *_private(
         "generate/new_tokens.py", TOKENIZER,
         ("TokenizerManager._handle_batch_output", "replaced", "new tokens of all sequences", "self, recv_obj"),
