@@ -1,7 +1,7 @@
 """What SGLang is started with where it generates, and which tasks are refused before its scheduler would die of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Capabilities, Sampling, TemperatureSchedule
-from enginepool.workers.engine import EngineError, GenerationTask
+from enginepool.workers.engine import EngineError, GenerationTask, TaskMedium
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.prefill_admission import Prefill
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
@@ -100,7 +100,9 @@ class AskedEngine(EngineGeneration):
         )
         self.asked: list[tuple[list[int], int]] = []
 
-    def ask(self, task: GenerationTask, prompt: list[int], sequence: int, rid: str) -> AsyncIterator[dict[str, Any]]:
+    def ask(
+        self, task: GenerationTask, prompt: list[int], given: Sequence[TaskMedium], sequence: int, rid: str
+    ) -> AsyncIterator[dict[str, Any]]:
         self.asked.append((prompt, task.sampling.max_new_tokens))
         return self._answers()
 
