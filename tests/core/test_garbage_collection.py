@@ -12,7 +12,9 @@ from enginepool.workers.sglang.host import process
 
 @pytest.fixture(autouse=True)
 def collecting() -> Iterator[None]:
+    threshold = gc.get_threshold()
     yield
+    gc.set_threshold(*threshold)
     gc.enable()
     gc.unfreeze()
 
@@ -26,7 +28,7 @@ def test_a_process_of_the_engine_collects_garbage_when_its_imports_are_done(monk
     assert not gc.isenabled()
     monkeypatch.delenv(process.NOTES_VARIABLE)
     assert entries["run_detokenizer"](gc.isenabled)
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] == process.LIVING_OBJECTS
 
 
 def test_a_worker_collects_garbage_also_after_an_import_that_failed() -> None:
