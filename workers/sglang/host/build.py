@@ -24,6 +24,7 @@ from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_conne
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.packed_forwards import keep_graphs
+from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, with_packing
@@ -186,6 +187,9 @@ def _pages_on_cpu() -> bool:
 def _change_classes() -> None:
     """Those that SGLang uses in this process."""
     use_all_positions(importlib.import_module(modules.MODEL).ModelConfig)
+    requests: Any = importlib.import_module(modules.REQUESTS)
+    send_shared_fields_once(requests.BatchTokenizedGenerateReqInput)
+    send_shared_fields_once(requests.BatchTokenizedEmbeddingReqInput)
     bound_frames(importlib.import_module(modules.VIDEO).VideoDecoderWrapper)
     change_connectors()
 

@@ -31,6 +31,7 @@ from enginepool.workers.sglang.patches.packed_forwards import (
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
+from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -204,6 +205,8 @@ def run_scheduler(
         pinned_memory.install()
     scheduler, pooler = _class(modules.SCHEDULER, "Scheduler"), _class(modules.POOLER, "CrossEncodingPooler")
     sequences = _class(modules.LOGITS, "LogitsProcessor")
+    for name in ("BatchTokenizedGenerateReqInput", "BatchTokenizedEmbeddingReqInput"):
+        send_shared_fields_once(_class(modules.REQUESTS, name))  # from one rank to the others
     report_every_forward(_class(modules.TIMES, "SchedulerReqTimeStats"))
     gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
     gather_logits_by_nccl(sequences)

@@ -41,6 +41,7 @@ from enginepool.workers.sglang.patches.modules import (
 from enginepool.workers.sglang.patches.packing_table import OF_PACKING
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
+from enginepool.workers.sglang.patches.rows_table import OF_ROWS
 from enginepool.workers.sglang.patches.saved_table import OF_SAVED
 
 # fmt: off
@@ -338,6 +339,7 @@ PRIVATE: tuple[Private, ...] = (
             "read", "the sequences of a forward",
         ),
     ),
+    *OF_ROWS,
     *OF_PACKING,
     *OF_GENERATION,
     *OF_MIXED,
