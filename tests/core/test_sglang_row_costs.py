@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
+from enginepool.workers.sglang.patches.row_results import free_rows_together
 
 
 class Sampling(msgspec.Struct):
@@ -78,3 +79,53 @@ def test_what_rows_share_is_sent_once_and_what_sequences_share_with_each() -> No
     for own in (rows(5, 20), rows(5, traced=True)):
         [first, *others] = pickle.loads(pickle.dumps(Message(batch=own))).batch
         assert not any(row.sampling_params is first.sampling_params or row.time_stats is first.time_stats for row in others)
+
+
+def freeing(begins_itself: bool) -> tuple[Any, list[str]]:
+    """Stands for SGLang's class that takes results, of an older version or of a newer one; and what its pool was asked."""
+    asked: list[str] = []
+
+    class Pool:
+        def free_group_begin(self) -> None:
+            asked.append("begin")
+
+        def free_group_end(self) -> None:
+            asked.append("end")
+
+    class Results:
+        token_to_kv_pool_allocator = Pool()
+
+        def process_batch_result_prefill(self, batch: Any, result: Exception | None) -> None:
+            asked.append("free")
+            if result is not None:
+                raise result
+
+    class NewerResults(Results):
+        def process_batch_result_prefill(self, batch: Any, result: Exception | None) -> None:
+            self.token_to_kv_pool_allocator.free_group_begin()
+            super().process_batch_result_prefill(batch, result)
+            self.token_to_kv_pool_allocator.free_group_end()
+
+    found = NewerResults if begins_itself else Results
+    free_rows_together(found)
+    return found(), asked
+
+
+@pytest.mark.parametrize("begins_itself", [False, True])
+def test_rows_of_a_forward_are_freed_together(begins_itself: bool) -> None:
+    results, asked = freeing(begins_itself)
+    results.process_batch_result_prefill(SimpleNamespace(is_prefill_only=True), None)
+    assert asked == ["begin", "free", "end"]
+
+
+def test_prompts_of_sequences_are_freed_as_sglang_frees_them() -> None:
+    results, asked = freeing(begins_itself=False)
+    results.process_batch_result_prefill(SimpleNamespace(is_prefill_only=False), None)
+    assert asked == ["free"]
+
+
+def test_a_pool_gathers_nothing_more_after_results_that_failed() -> None:
+    results, asked = freeing(begins_itself=False)
+    with pytest.raises(RuntimeError):
+        results.process_batch_result_prefill(SimpleNamespace(is_prefill_only=True), RuntimeError())
+    assert asked == ["begin", "free", "end"]

@@ -32,6 +32,7 @@ from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_th
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
+from enginepool.workers.sglang.patches.row_results import free_rows_together
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -209,6 +210,7 @@ def run_scheduler(
         send_shared_fields_once(_class(modules.REQUESTS, name))  # from one rank to the others
     report_every_forward(_class(modules.TIMES, "SchedulerReqTimeStats"))
     gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
+    free_rows_together(_class(modules.PREFILL_RESULTS, "SchedulerBatchResultProcessor"))
     gather_logits_by_nccl(sequences)
     answer_before_the_next_launch(scheduler)
     if rows is not None:
