@@ -1,5 +1,6 @@
 """Requests to generate in the coordinator: hostile clients, broken workers, and what the innocent lose by them."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -138,6 +139,36 @@ def test_an_answer_of_all_sequences_with_the_longest_match_fits_its_header() -> 
     output = [[1]] * MAX_SEQUENCES
     sent = pool.submit(pool.client(), 1, generate(1, n=MAX_SEQUENCES, stream=True, output=output, ended=ended))
     assert len(encode_header(outputs(sent)[1][0])) < MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_a_kept_answer_counts_what_it_says_of_each_sequence(brought: bool) -> None:
+    """A client that brings all tokens along gets an answer without any engine, and need not acknowledge it."""
+    pool, n, kept = GeneratingPool(), 256, 4
+    client = pool.client()
+    link = pool.worker(can=msgspec.structs.replace(CAN, inflight_rows=n, batch_rows=n, inflight_tokens=200 * n))
+
+    def answered(id_: int) -> None:
+        if brought:
+            ended = [SequenceEnd(i, "stop", f"{i:𐍈>32}") for i in range(n)]
+            pool.submit(client, id_, generate(3, n=n, output=[[1]] * n, ended=ended))
+        else:
+            [task] = pool.tasks(pool.submit(client, id_, generate(3, n=n)))
+            pool.step(link, *[(task, i, 0, [300, 301], "stop") for i in range(n)])
+        pool.sent.clear()
+
+    answered(0)
+    answers = pool.machine.core.answers
+    before = answers.nbytes
+    tracemalloc.start()
+    try:
+        for id_ in range(1, 1 + kept):
+            answered(id_)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(answers) == 1 + kept
+    assert taken <= answers.nbytes - before
 
 
 def test_a_stream_that_is_sent_again_many_times_at_once_is_followed_once() -> None:

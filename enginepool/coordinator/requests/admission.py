@@ -25,7 +25,6 @@ from enginepool.coordinator.requests.generations import answer as answer_generat
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
-from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply
@@ -129,7 +128,7 @@ class Admission:
             return False
         if digest != e.work.digest:
             core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
-        elif kept is not None and kept.nbytes - OVERHEAD > client.max_message:
+        elif kept is not None and sum(map(len, kept.frames)) > client.max_message:
             limit = str(client.max_message)
             core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
         elif kept is not None:

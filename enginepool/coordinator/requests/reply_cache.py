@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from enginepool.coordinator.core.events import Buffer
-from enginepool.protocol.messages import Message
+from enginepool.protocol.messages import Generated, Message
 
 if TYPE_CHECKING:
     from enginepool.coordinator.core.request import Client
 
 #: bytes that an answer costs besides its payload, measured
 OVERHEAD = 1000
+#: of an answer to `generate`, what each sequence costs besides, and each span and place of it, measured: objects of Python
+SEQUENCE_OVERHEAD, ENTRY_OVERHEAD = 512, 140
 
 
 class KeptReply(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +71,7 @@ class ReplyCache:
 
     def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
         """Keep the final answer of request `id`, unless it alone is too large."""
-        nbytes = OVERHEAD + sum(map(len, frames))
+        nbytes = _overhead(message) + sum(map(len, frames))
         if nbytes > self._max_bytes:
             return
         shelf = self._shelves.get(client)
@@ -137,3 +139,11 @@ class ReplyCache:
         shelf.top = 1 << size
         if size:
             self._by_size[size][client] = None
+
+
+def _overhead(message: Message) -> int:
+    """Bytes that an answer costs besides its payload."""
+    if not isinstance(message, Generated):
+        return OVERHEAD
+    entries = sum(map(len, (*message.spans, *message.places, *message.adapters)))
+    return OVERHEAD + SEQUENCE_OVERHEAD * len(message.ended) + ENTRY_OVERHEAD * entries
