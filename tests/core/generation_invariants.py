@@ -33,6 +33,7 @@ def check_generation(request: Request) -> None:
         assert not new or len(sequence.hidden_states) % (4 * new) == 0, (request, i)
         if work.stream and i not in state.behind:
             assert sequence.sent == tokens, (request, i)
+    assert not state.expected or state.behind.keys() == set(range(work.rows)), request
     assert request.flying == sum(task.rows for task in state.tasks.values()), request
     assert 0 <= state.taken <= state.sent, request
     assert not work.stream or state.sent - state.taken <= state.credit, request

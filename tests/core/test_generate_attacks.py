@@ -8,6 +8,7 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.generation_state import GenerationState
 from enginepool.coordinator.fleet.checks import MAX_CONTEXT, impossible
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.protocol.errors import WireError
@@ -23,6 +24,7 @@ from enginepool.protocol.messages import (
     Step,
     Tokens,
 )
+from tests.core.counting import cost_of
 from tests.core.generations import CAN, GeneratingPool, generate, outputs, streamed
 from tests.core.machines import EPOCH, config, failures, work
 
@@ -195,6 +197,12 @@ def test_a_stream_that_is_sent_again_and_whose_link_is_cut_at_once_is_sent_nothi
     pool.submit(client, 1, content)
     pool.step(link, (pool.tasks()[0], 0, 0, [1, 2], ""))
     assert streamed(pool.do(ev.Submit(0, client, 1, content, 0, None), ev.LinkCut(0, client))) == []
+
+
+def test_a_link_that_says_hello_again_and_again_costs_no_list_of_the_sequences_of_each_stream() -> None:
+    state = GenerationState[object](generate(3, n=1024, stream=True))
+    state.expect()
+    assert cost_of(state.expect).nbytes < 8 * 1024
 
 
 def test_a_match_that_is_too_long_is_refused() -> None:

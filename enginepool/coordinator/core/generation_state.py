@@ -85,7 +85,8 @@ class GenerationState(Generic[T]):
         #: tokens that were sent, and that the client has taken, since it last sent the request; 0 <= sent - taken <= credit
         self.sent = self.taken = 0
         self.credit = work.credit if work.stream else 0
-        #: the link of its client is lost, or new: what the client has is not known until it sends the request again
+        #: the link of its client is lost, or new: what the client has is not known until it sends the request again. All
+        #: sequences are in `behind` then
         self.expected = False
         #: it was sent again in this turn; until the end of the turn it stays `expected`
         self.again = False
@@ -103,14 +104,19 @@ class GenerationState(Generic[T]):
 
     def expect(self) -> None:
         """The client of a stream has no link, or a new one. It is sent nothing before it has sent the request again."""
+        if not self.expected:
+            self._all_behind()
         self.expected, self.again = True, False
+
+    def _all_behind(self) -> None:
         self.behind = dict.fromkeys(range(len(self.sequences)))
 
     def resume(self, received: GenerateWork) -> None:
         """The client has sent the request again, on a new link, with the tokens that it has. The others follow at the end of
         this turn."""
+        if not self.expected:
+            self._all_behind()
         self.expected = self.again = True
-        self.behind = dict.fromkeys(range(len(self.sequences)))
         for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
             sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))
         self.sent = self.taken = 0
