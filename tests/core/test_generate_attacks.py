@@ -2,6 +2,7 @@
 
 import tracemalloc
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -11,6 +12,10 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.generation_state import GenerationState
 from enginepool.coordinator.fleet.checks import MAX_CONTEXT, impossible
 from enginepool.coordinator.operations.generate import GENERATE
+from enginepool.coordinator.shell.incoming import Incoming
+from enginepool.coordinator.shell.peers import SAME_USER
+from enginepool.coordinator.shell.process_memory import CollectorPauses
+from enginepool.coordinator.shell.router import ROUND_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
@@ -203,6 +208,21 @@ def test_a_link_that_says_hello_again_and_again_costs_no_list_of_the_sequences_o
     state = GenerationState[object](generate(3, n=1024, stream=True))
     state.expect()
     assert cost_of(state.expect).nbytes < 8 * 1024
+
+
+def test_a_short_request_for_many_sequences_takes_a_round_of_the_sockets_for_itself() -> None:
+    """Its client may send and cancel it again and again, and others wait for the end of each round."""
+    pool = GeneratingPool()
+    router: Any = Mock(unread=0, unread_of=Mock(return_value=0), peer=Mock(return_value=SAME_USER))
+    incoming = Incoming(pool.machine, router, router, 1 << 20, CollectorPauses())
+
+    def counted(n: int) -> int:
+        specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+        one = (1).to_bytes(4, "little")
+        return incoming.from_client(b"link", [encode_header(Generate(1, specs, n=n)), one, one], Mock())
+
+    assert counted(MAX_SEQUENCES) >= ROUND_BYTES > 64 * counted(8)
+    assert len(incoming.events) == 2
 
 
 def test_a_match_that_is_too_long_is_refused() -> None:

@@ -239,6 +239,20 @@ def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: as
         bench.close()
 
 
+def test_a_message_that_asks_for_much_is_acted_upon_before_more_of_them_are_received(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+    try:
+        for _ in range(4):
+            bench.peers[0].send(b"little")
+        for _ in range(4):
+            while not bench.clients.asked():
+                pass
+            assert bench.clients.receive(lambda link, frames, frame: ROUND_BYTES) == 1
+            assert bench.clients.unsure
+    finally:
+        bench.close()
+
+
 #: A router, in a process of its own, whose peer leaves while more of its messages wait than ZeroMQ reads ahead.
 CROWDED = """
 import sys, time, zmq

@@ -6,6 +6,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.adapter_events import AdapterAsked
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.memory import NO_MEMORY_MS
 from enginepool.coordinator.shell.connections import pid_of
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
@@ -15,6 +16,10 @@ from enginepool.coordinator.shell.router import LOST, Frame, Router
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import ErrorReply
+
+#: Bytes that a sequence of a request to generate counts in its round. 100 bytes can ask for 4,096 sequences, and each of these
+#: is as much work as so many bytes of other messages.
+SEQUENCE_WORK = 256
 
 
 class Incoming:
@@ -29,7 +34,8 @@ class Incoming:
         #: received, and not handled yet
         self.events: list[ev.Event] = []
 
-    def from_client(self, link: Link, frames: list[bytes], frame: Frame) -> None:
+    def from_client(self, link: Link, frames: list[bytes], frame: Frame) -> int:
+        """Take in one message. Returns what it counts in its round besides its bytes."""
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
@@ -42,7 +48,7 @@ class Incoming:
             if error.code == "unauthorized":
                 # Its key was taken away: nothing more is done for it.
                 self.events.append(ev.ClientLeft(time.monotonic(), link))
-            return
+            return 0
         except MemoryError:
             header = frames[0]
             frames.clear()
@@ -52,20 +58,23 @@ class Incoming:
             failure.retry_after_ms = NO_MEMORY_MS
             self._clients.send(link, [encode_header(failure)])
             log("no memory for a message of a client: the client is told to send it again", "client")
-            return
-        clients = self._clients
+            return 0
+        clients, more = self._clients, 0
         if type(event) is ev.Submit:
             event.unread, event.outboxes = clients.unread_of(link), clients.unread
+            if isinstance(event.work, GenerateWork):
+                more = SEQUENCE_WORK * event.work.rows
         elif type(event) is AdapterAsked:
             event.outboxes = clients.unread
         elif type(event) is ev.Heard:
             if event.proof and clients.proved(link, event.proof) and link not in self._machine.core.links:
-                return  # a peer that only asks for the status: it need not say hello
+                return 0  # a peer that only asks for the status: it need not say hello
         elif isinstance(event, ev.StatusAsked):
             event.client_unread_bytes = clients.unread
             event.worker_unread_bytes = self._workers.unread
             event.pauses = (self._pauses.count, self._pauses.microseconds)
         self.events.append(event)
+        return more
 
     def from_worker(self, link: Link, frames: list[bytes], frame: Frame) -> None:
         try:

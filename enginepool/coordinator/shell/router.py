@@ -53,8 +53,9 @@ recv: Callable[..., zmq.Frame] = zmq.backend.Socket.recv
 # `get` of an option that is a number: its type says `int | bytes` for all options.
 get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 
-#: link, frames, and the last of them as it came: it knows what the transport has proved of the peer
-Receive = Callable[[Link, list[bytes], zmq.Frame], None]
+#: link, frames, and the last of them as it came: it knows what the transport has proved of the peer. Returns the bytes that the
+#: message counts in its round besides its own, if any: it may ask for more work than messages of its size do
+Receive = Callable[[Link, list[bytes], zmq.Frame], int | None]
 #: link, and why it was cut; "" where its peer is gone
 Cut = Callable[[Link, str], None]
 
@@ -186,7 +187,7 @@ class Router:
             outbox = self._outboxes.get(link)
             if outbox is None or outbox.fd == -1:
                 self._meet(link, frame)
-            take(link, frames, frame)
+            nbytes += take(link, frames, frame) or 0
         self.unsure = True
         return ROUND
 
