@@ -42,6 +42,7 @@ HOLDERS_IN = {
     "new_weights.py": {"media_cache"},
     "packed.py": {"types", "request"},
     "process.py": {"module"},
+    "request_limits.py": {"batch"},
     "requests.py": {"types", "request"},
     "scheduler.py": {
         "module",

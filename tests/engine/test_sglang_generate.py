@@ -328,6 +328,7 @@ def test_a_json_schema_and_a_pattern_are_kept_to(generating: HostedEngine, refer
         ({"prompt": [VOCAB]}, "prompt: a token id is outside"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids: 512"),
         ({"stop_regex": ["("]}, "unterminated subpattern"),
+        ({"stop_regex": [r"((([\s\S])+)+)+(?!)"], "max_new_tokens": 60, "ignore_eos": True}, "a search took longer than"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 2.0}, "min_p"),
         ({"frequency_penalty": 3.0}, "frequency_penalty"),

@@ -123,6 +123,13 @@ OF_GENERATION: tuple[Private, ...] = (
         ("MultiModalStaticCache.__init__", "replaced", "keeps the cache of media", "self, max_size"),
         ("MultiModalStaticCache.clear", "called", "what old weights made of media", "self"),
     ),
+    *_private(
+        "patches/request_limits.py", BATCH,
+        ("re", "replaced", "a search for a stop pattern ends"),
+        ("Req._check_str_based_finish", "replaced", "a search for a stop pattern ends", "self, new_accepted_len"),
+        ("FINISH_ABORT", "called", "a search for a stop pattern ended"),
+        ("Req.finished_reason", "replaced", "a search for a stop pattern ended"),
+    ),
     *_private("patches/new_weights.py", GRAMMARS, ("GrammarManager.grammar_queue", "replaced", "a flush while requests wait")),
     *_private(
         "patches/new_weights.py", BATCH,
