@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from enginepool.protocol.columns import join_columns, split_columns
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, SequenceEnd, Tokens
@@ -83,29 +84,6 @@ def brought_tokens(output: Sequence[Buffer], rows: int) -> Iterator[memoryview]:
     for length in memoryview(output[1]).cast("B").cast("I") if output else [0] * rows:
         yield tokens[4 * first : 4 * (first + length)]
         first += length
-
-
-def join_columns(logprobs: Buffer, top_ids: Buffer, top_logprobs: Buffer, top: int) -> bytes:
-    """The columns of tokens: for each its logprob, `top` ids, and as many logprobs, of 32 bits each."""
-    chosen, ids, values = (array("i", bytes(part)) for part in (logprobs, top_ids, top_logprobs))
-    width = 1 + 2 * top
-    table = array("i", bytes(4 * width * len(chosen)))
-    table[::width] = chosen
-    for i in range(top):
-        table[1 + i :: width], table[1 + top + i :: width] = ids[i::top], values[i::top]
-    return table.tobytes()
-
-
-def split_columns(columns: Buffer, top: int) -> list[Buffer]:
-    """Logprobs, and with `top` the ids and the logprobs of the most probable tokens: the frames of `columns`."""
-    if not top:
-        return [columns]
-    table, width = array("i", bytes(columns)), 1 + 2 * top
-    logprobs = table[::width]
-    ids, values = (array("i", bytes(4 * top * len(logprobs))) for _ in range(2))
-    for i in range(top):
-        ids[i::top], values[i::top] = table[1 + i :: width], table[1 + top + i :: width]
-    return [logprobs.tobytes(), ids.tobytes(), values.tobytes()]
 
 
 def column_specs(total: int, logprobs: bool, top: int, hidden: int | None = None) -> list[FrameSpec]:

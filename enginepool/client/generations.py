@@ -11,9 +11,10 @@ import numpy.typing as npt
 from enginepool.client.payload import Ids32
 from enginepool.client.results import Floats, RequestTimings
 from enginepool.errors import Interrupted, Malformed
+from enginepool.protocol.columns import split_columns
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.generated import AnsweredSequence, expert_shape, read_generated, read_prompts, split_columns
+from enginepool.protocol.generated import AnsweredSequence, expert_shape, read_generated, read_prompts
 from enginepool.protocol.messages import Ended, Generate, Generated
 
 #: int16 [tokens, layers, k]

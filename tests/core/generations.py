@@ -8,7 +8,7 @@ import numpy as np
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE, GenerateWork
-from enginepool.protocol.generated import join_columns
+from enginepool.protocol.columns import join_columns
 from enginepool.protocol.messages import (
     Capabilities,
     FrameSpec,

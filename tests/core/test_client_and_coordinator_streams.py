@@ -25,8 +25,9 @@ from enginepool.client.session.events import (
 from enginepool.client.session.machine import ClientSession
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.shell.decode import client_event
+from enginepool.protocol.columns import join_columns
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.generated import check_tokens, join_columns, read_prompts
+from enginepool.protocol.generated import check_tokens, read_prompts
 from enginepool.protocol.messages import FrameSpec, Generate, Generated, Message, Sampling, StartGeneration, ToClient, Tokens
 from tests.core import generations, machines
 from tests.core.generations import CAN, GeneratingPool, columns, prompt_columns

@@ -10,8 +10,8 @@ import pytest
 
 from enginepool.coordinator.core import events as core
 from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.columns import split_columns
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.generated import split_columns
 from enginepool.protocol.messages import (
     MAX_MATCHED,
     MAX_SEQUENCES,

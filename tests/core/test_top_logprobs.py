@@ -11,16 +11,10 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE
 from enginepool.coordinator.requests.fitting import refusal as refusal_of
 from enginepool.coordinator.shell.decode import worker_event
+from enginepool.protocol.columns import join_columns, split_columns
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.generated import (
-    check_tokens,
-    join_columns,
-    read_generated,
-    read_prompt_columns,
-    read_prompts,
-    split_columns,
-)
+from enginepool.protocol.generated import check_tokens, read_generated, read_prompt_columns, read_prompts
 from enginepool.protocol.messages import (
     MAX_TOP_LOGPROBS,
     FrameSpec,

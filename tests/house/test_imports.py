@@ -63,6 +63,7 @@ OUTSIDE = {
 IMPURE = CLOCKS | THREADS | OUTSIDE | {"tempfile", "torch", "urllib", "zmq"}
 #: The libraries that a pure file may import.
 PURE_LIBRARIES = {"msgspec", "numpy"}
+NUMERIC = ("protocol/ragged.py", "protocol/columns.py")
 #: The rooms that a pure file may import besides the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
@@ -166,9 +167,9 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "imports across rooms are absolute"
     if found.within("protocol", "workers"):
         return "the bare names protocol and workers are other people's packages"
-    libraries = {"msgspec", *sys.stdlib_module_names} | ({"numpy"} if path == "protocol/ragged.py" else set[str]())
+    libraries = {"msgspec", *sys.stdlib_module_names} | ({"numpy"} if path in NUMERIC else set[str]())
     if room == "protocol" and library not in libraries and not found.within("enginepool.protocol"):
-        return "protocol imports msgspec and the standard library, and ragged.py numpy, nothing else"
+        return "protocol imports msgspec and the standard library, and ragged.py and columns.py numpy, nothing else"
     if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
         return "workers import enginepool.protocol, the files that they share with others and their own room, nothing else"
     bridge = path == "enginepool/http/build.py" and found.within("enginepool.workers.cpu_bridge")

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from enginepool.client.session.events import Answer
 from enginepool.protocol.adapters import engine_name
-from enginepool.protocol.generated import join_columns, read_experts, read_hidden, read_prompt_columns, split_columns
+from enginepool.protocol.columns import join_columns, split_columns
+from enginepool.protocol.generated import read_experts, read_hidden, read_prompt_columns
 from enginepool.protocol.messages import Generated, GenerationUsage, SequenceEnd
 from enginepool.workers.sim.operation import Weights as SimWeights
 from enginepool.workers.sim.tokens import SimSequence, prompt_logprobs, prompt_top_of

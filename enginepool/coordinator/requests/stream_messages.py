@@ -7,7 +7,8 @@ from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.protocol.generated import column_specs, prompt_specs, split_columns
+from enginepool.protocol.columns import split_columns
+from enginepool.protocol.generated import column_specs, prompt_specs
 from enginepool.protocol.messages import FrameSpec, Run, SequenceEnd, StreamEnd, Tokens
 
 #: Of one message, so that its header is no longer than a receiver reads.
