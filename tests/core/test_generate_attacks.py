@@ -19,6 +19,7 @@ from enginepool.coordinator.shell.router import ROUND_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
+    MAX_CREDIT,
     MAX_HEADER_BYTES,
     MAX_MATCHED,
     MAX_SEQUENCES,
@@ -210,19 +211,22 @@ def test_a_link_that_says_hello_again_and_again_costs_no_list_of_the_sequences_o
     assert cost_of(state.expect).nbytes < 8 * 1024
 
 
-def test_a_short_request_for_many_sequences_takes_a_round_of_the_sockets_for_itself() -> None:
-    """Its client may send and cancel it again and again, and others wait for the end of each round."""
+def test_a_short_request_that_asks_for_much_takes_a_round_of_the_sockets_for_itself() -> None:
+    """Its client may send it again and again, and others wait for the end of each round: a new one sets up all its sequences,
+    and a stream that is sent again is answered with all tokens that there is credit for."""
     pool = GeneratingPool()
     router: Any = Mock(unread=0, unread_of=Mock(return_value=0), peer=Mock(return_value=SAME_USER))
     incoming = Incoming(pool.machine, router, router, 1 << 20, CollectorPauses())
 
-    def counted(n: int) -> int:
+    def counted(n: int, **more: Any) -> int:
         specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
         one = (1).to_bytes(4, "little")
-        return incoming.from_client(b"link", [encode_header(Generate(1, specs, n=n)), one, one], Mock())
+        return incoming.from_client(b"link", [encode_header(Generate(1, specs, n=n, **more)), one, one], Mock())
 
     assert counted(MAX_SEQUENCES) >= ROUND_BYTES > 64 * counted(8)
-    assert len(incoming.events) == 2
+    assert counted(64, stream=True, credit=MAX_CREDIT, logprobs=True, top_logprobs=20) > ROUND_BYTES
+    assert 64 * counted(8, stream=True, logprobs=True) < 2 * ROUND_BYTES, "most streams share a round"
+    assert len(incoming.events) == 4
 
 
 def test_a_match_that_is_too_long_is_refused() -> None:

@@ -7,12 +7,13 @@ from enginepool.coordinator.core.adapter_events import AdapterAsked
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.coordinator.requests.memory import NO_MEMORY_MS
+from enginepool.coordinator.requests.memory import NO_MEMORY_MS, UNKNOWN_HIDDEN
 from enginepool.coordinator.shell.connections import pid_of
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.coordinator.shell.log import log
 from enginepool.coordinator.shell.process_memory import CollectorPauses
 from enginepool.coordinator.shell.router import LOST, Frame, Router
+from enginepool.protocol.basis import ELEMENT_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import ErrorReply
@@ -20,6 +21,14 @@ from enginepool.protocol.messages import ErrorReply
 #: Bytes that a sequence of a request to generate counts in its round. 100 bytes can ask for 4,096 sequences, and each of these
 #: is as much work as so many bytes of other messages.
 SEQUENCE_WORK = 256
+
+
+def _asked_for(work: GenerateWork) -> int:
+    """What a request to generate counts in its round. A stream that is sent again is answered with all that its client has
+    credit for. Whether it is sent again is not known here."""
+    most = min(work.credit, work.rows * work.sampling.max_new_tokens) if work.stream else 0
+    width = 1 + work.width + (UNKNOWN_HIDDEN if work.hidden_states else 0)
+    return SEQUENCE_WORK * work.rows + ELEMENT_BYTES * width * most
 
 
 class Incoming:
@@ -63,7 +72,7 @@ class Incoming:
         if type(event) is ev.Submit:
             event.unread, event.outboxes = clients.unread_of(link), clients.unread
             if isinstance(event.work, GenerateWork):
-                more = SEQUENCE_WORK * event.work.rows
+                more = _asked_for(event.work)
         elif type(event) is AdapterAsked:
             event.outboxes = clients.unread
         elif type(event) is ev.Heard:
