@@ -721,16 +721,25 @@ def test_many_texts_at_once_have_time_each() -> None:
     assert not pool.machine.core.groups["g"].workers
 
 
-def test_text_that_is_not_tokenized_in_time_loses_the_worker() -> None:
+@pytest.mark.parametrize(("before", "nbytes", "seconds"), [(0, 1, 30), (0, 1_000_000, 40), (1, 1_000_000, 40)])
+def test_text_that_is_not_tokenized_in_time_loses_the_worker(before: int, nbytes: int, seconds: int) -> None:
+    """One client's long text costs no worker that others need, only because it takes long. `before`: texts before it."""
     pool = Pool()
     client = pool.client()
     pool.worker("a")
-    pool.submit(client, 1, text("q", ["a"]))
-    for _ in range(32):
-        pool.wait(1)
+    for number in range(before):
+        pool.submit(client, number, text("q", ["a"]))
+    pool.submit(client, before, text("q", ["a" * nbytes]))
+    for one in texts(pool.sent)[:before]:
+        ids(pool, one, [[1]])
+    workers = pool.machine.core.groups["g"].workers
+    for second in range(seconds + 2):
+        assert workers or second >= seconds
         pool.do(ev.WorkerHeard(0, b"a"))
         pool.do(ev.Heard(0, client, 0))
-    assert not pool.machine.core.groups["g"].workers
+        pool.finish_all()
+        pool.wait(1)
+    assert not workers
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["worker first", "request first"])

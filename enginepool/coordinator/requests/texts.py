@@ -8,6 +8,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.labels import remember
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.scheduling.batches import text_due
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Result, Timings, Usage
 
@@ -19,7 +20,7 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     if oldest and worker.texts:
         # A tokenizer works on one text at a time. The deadline of the next text starts now.
         task, (text, due) = next(iter(worker.texts.items()))
-        worker.texts[task] = text, max(due, requests.core.now + requests.core.config.timing.forward_s)
+        worker.texts[task] = text, max(due, text_due(requests.core, text))
     if request is None or request.state == DONE:
         return
     if e.message:

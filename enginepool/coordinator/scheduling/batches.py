@@ -41,6 +41,9 @@ from enginepool.protocol.row_labels import cut_row_labels
 #: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
 #: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
 LEAST_TEXTS, MOST_TEXTS, TEXT_BYTES = 2, 8, 16 << 10
+#: Bytes of text, or token ids, that a tokenizer does in a second at least. Most do ten times as many. A message may have 30 MB,
+#: and a worker that needs a minute for them does not hang.
+SLOWEST_TEXT = 100_000
 
 
 def pump(core: Context, group: Group) -> None:
@@ -156,8 +159,13 @@ def _give_texts(core: Context, group: Group) -> None:
             heappop(room)
 
 
+def text_due(core: Context, request: Request) -> float:
+    """When a worker that begins with the text of `request` now must have done it."""
+    return core.now + core.config.timing.forward_s + request.work.tokens / SLOWEST_TEXT
+
+
 def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
-    start_text(worker, task, request, core.now + core.config.timing.forward_s)
+    start_text(worker, task, request, text_due(core, request))
     post_text(core, worker, task, request)
 
 
