@@ -42,7 +42,7 @@ HOLDERS_IN = {
     "new_weights.py": {"media_cache"},
     "packed.py": {"types", "request"},
     "process.py": {"module"},
-    "request_limits.py": {"batch"},
+    "request_limits.py": {"backend", "batch"},
     "requests.py": {"types", "request"},
     "scheduler.py": {
         "module",

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.sglang.patches.request_limits import PatternSearch, SlowPattern, end_slow_searches
+from enginepool.workers.sglang.patches.request_limits import (
+    GRAMMARS_TEXT,
+    MOST_GRAMMARS,
+    PatternSearch,
+    SlowPattern,
+    end_slow_searches,
+    forget_grammars,
+)
 
 #: it can divide a text in exponentially many ways, and matches none
 SLOW = r"(([\s\S])+)+(?!)"
@@ -59,3 +66,31 @@ def test_a_sequence_ends_of_its_slow_stop_pattern_and_the_scheduler_goes_on() ->
     assert slow.look(1)
     assert slow.finished_reason.startswith("BadRequestError 400: stop_regex: a search took longer than 0.1 s")
     assert other.look(1) and other.finished_reason is None
+
+
+class GrammarBackend:
+    """Of SGLang, as far as it keeps grammars."""
+
+    def __init__(self) -> None:
+        self.cache: dict[tuple[str, str], object] = {}
+
+    def set_cache(self, key: tuple[str, str], value: object) -> None:
+        self.cache[key] = value
+
+    def reset(self) -> None:
+        self.cache.clear()
+
+
+def test_grammars_that_an_engine_keeps_are_bounded_in_number_and_size() -> None:
+    forget_grammars(GrammarBackend)
+    backend, most = GrammarBackend(), 0
+    for number in range(2 * MOST_GRAMMARS):
+        backend.set_cache(("regex", str(number)), object())
+        assert ("regex", str(number)) in backend.cache
+        most = max(most, len(backend.cache))
+    assert most == MOST_GRAMMARS
+    backend.reset()
+    long = GRAMMARS_TEXT // 16
+    for number in range(64):
+        backend.set_cache(("json", f"{number:0{long}}"), object())
+        assert len(backend.cache) <= 17

@@ -30,7 +30,7 @@ from enginepool.workers.sglang.patches.packed_forwards import (
 )
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
-from enginepool.workers.sglang.patches.request_limits import end_slow_searches
+from enginepool.workers.sglang.patches.request_limits import end_slow_searches, forget_grammars
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
 from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
 from enginepool.workers.sglang.patches.row_results import free_rows_together
@@ -230,6 +230,7 @@ def run_scheduler(
     note_scheduler(scheduler)
     if settings.tp_size * settings.pp_size == 1:
         end_slow_searches(importlib.import_module(modules.BATCH))
+    forget_grammars(_class(modules.GRAMMAR_BACKENDS, "BaseGrammarBackend"))
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)
     note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))

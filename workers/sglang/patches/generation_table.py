@@ -5,6 +5,7 @@ from enginepool.workers.sglang.patches.modules import (
     BATCH,
     CAPTURER,
     CHANNELS,
+    GRAMMAR_BACKENDS,
     GRAMMARS,
     MEDIA,
     MEDIA_CACHE,
@@ -129,6 +130,12 @@ OF_GENERATION: tuple[Private, ...] = (
         ("Req._check_str_based_finish", "replaced", "a search for a stop pattern ends", "self, new_accepted_len"),
         ("FINISH_ABORT", "called", "a search for a stop pattern ended"),
         ("Req.finished_reason", "replaced", "a search for a stop pattern ended"),
+    ),
+    *_private(
+        "patches/request_limits.py", GRAMMAR_BACKENDS,
+        ("BaseGrammarBackend.set_cache", "replaced", "grammars that are kept are few", "self, key, value"),
+        ("BaseGrammarBackend.cache", "read", "how many grammars are kept"),
+        ("BaseGrammarBackend.reset", "called", "grammars that are kept are few", "self"),
     ),
     *_private("patches/new_weights.py", GRAMMARS, ("GrammarManager.grammar_queue", "replaced", "a flush while requests wait")),
     *_private(

@@ -16,6 +16,8 @@ from typing import Any
 SEARCH_S = 0.1
 #: patterns that took longer, which are not searched for again: each sample of a prompt has the same one
 MOST_SLOW = 4096
+#: Grammars that an engine keeps, and characters of them together. A schema of 60,000 characters can take 25 MB.
+MOST_GRAMMARS, GRAMMARS_TEXT = 1024, 1 << 20
 
 
 class SlowPattern(Exception):
@@ -71,3 +73,18 @@ def end_slow_searches(batch: Any) -> None:
             return True
 
     batch.Req._check_str_based_finish = _check_str_based_finish
+
+
+def forget_grammars(backend: Any) -> None:
+    """Have an engine forget the grammars that it keeps once they are many. `backend` is SGLang's class that compiles them.
+
+    SGLang keeps each grammar until its caches are flushed, which may never be.
+    """
+    keep = backend.set_cache
+
+    def set_cache(self: Any, key: Any, value: Any) -> None:
+        if len(self.cache) >= MOST_GRAMMARS or sum(len(str(known)) for known in self.cache) > GRAMMARS_TEXT:
+            self.reset()
+        keep(self, key, value)
+
+    backend.set_cache = set_cache
