@@ -73,6 +73,8 @@ class _Draft:
     failed: set[int] = field(default_factory=set[int])
     attempts: int = 0
     dropped: int = 0
+    #: it counts in `max_in_flight`
+    has_room: bool = True
 
     def missing(self, n: int) -> list[int]:
         return [i for i in range(n) if i not in self.samples and i not in self.failed]
@@ -133,6 +135,11 @@ class Rollout:
         Raises:
             EnginepoolError: what concerns all prompts, such as a pool that is down. All requests are taken back.
         """
+        draft = await self._next()
+        return None if draft is None else draft.finished()
+
+    async def _next(self) -> _Draft | None:
+        """The next finished group, as a draft: a caller that is cancelled can give it back."""
         if not self._begun:
             self._begun = True
             self._spawn(self._feed())
@@ -151,8 +158,10 @@ class Rollout:
             draft = self._ready.popleft()
             if not self._drop_stale(draft):
                 self._open -= 1
-                self._room.release()
-                return draft.finished()
+                if draft.has_room:
+                    draft.has_room = False
+                    self._room.release()
+                return draft
             if self._failure is None:
                 self._spawn(self._finish(draft))
 
@@ -161,20 +170,25 @@ class Rollout:
 
     async def take(self, count: int) -> list[RolloutGroup]:
         """The next `count` finished groups, such as those of one training step. There are fewer at the end, and before an
-        error, which the next call raises. Other groups go on meanwhile."""
+        error, which the next call raises. Other groups go on meanwhile. A call that is cancelled takes none."""
         check_int("count", count, 0, MAX_ID)
-        groups: list[RolloutGroup] = []
-        while len(groups) < count:
+        drafts: list[_Draft] = []
+        while len(drafts) < count:
             try:
-                group = await self.next_group()
+                draft = await self._next()
+            except asyncio.CancelledError:
+                self._open += len(drafts)
+                self._ready.extendleft(reversed(drafts))
+                self._heard.set()
+                raise
             except Exception:
-                if not groups:
+                if not drafts:
                     raise
                 break
-            if group is None:
+            if draft is None:
                 break
-            groups.append(group)
-        return groups
+            drafts.append(draft)
+        return [draft.finished() for draft in drafts]
 
     async def result(self) -> list[RolloutGroup]:
         """All groups that were not taken, once they are finished."""

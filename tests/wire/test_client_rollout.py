@@ -404,6 +404,34 @@ def test_a_prompt_is_taken_when_there_is_room_for_it(coordinator: RolloutCoordin
     scene(coordinator, main)
 
 
+def test_a_take_that_is_cancelled_takes_no_group(coordinator: RolloutCoordinator) -> None:
+    coordinator.held = {13}
+    third, read = asyncio.Event(), 0
+
+    async def prompts() -> AsyncIterator[list[int]]:
+        nonlocal read
+        for i in range(1, 5):
+            read = i
+            if i == 3:
+                third.set()
+            yield [10 + i]
+
+    async def main(pool: Pool) -> None:
+        async with pool.rollout(prompts(), 1, reward=length, max_new_tokens=1, max_in_flight=1) as rollout:
+            taking = asyncio.ensure_future(rollout.take(3))
+            await third.wait()  # two groups were taken: else there would be no room for this prompt
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+            groups = await taken(rollout, 2)
+            await asyncio.to_thread(coordinator.let_go, 13)
+            assert read == 3, "a group makes room once"
+            groups += await taken(rollout, 2)
+            assert [group.index for group in groups] == [0, 1, 2, 3] and await rollout.next_group() is None
+
+    scene(coordinator, main)
+
+
 def test_a_rollout_without_await_rewards_in_threads(coordinator: RolloutCoordinator) -> None:
     with BlockingPool.connect(coordinator.address) as pool:
 
