@@ -1,4 +1,4 @@
-"""What callers look for in a pool that is not there: unknown methods, and those of a pool that is not open yet."""
+"""What a pool does not have: unknown methods, those of a pool that is not open yet, and a form for other processes."""
 
 
 def no_attribute(pool: str, name: str) -> AttributeError:
@@ -22,3 +22,8 @@ def not_made_so(pool: str, given: object) -> TypeError:
         f"{pool}({shown}) opens nothing: write {wait}{pool}.connect({shown}) for a pool that runs elsewhere, or "
         f"{wait}{pool}.start(MODEL) for one in this program"
     )
+
+
+def not_copied(pool: str, address: str) -> TypeError:
+    """The error for a pool that is copied, or pickled for another process, such as a worker of a data loader."""
+    return TypeError(f"a {pool} cannot be copied or pickled: open one in each process, by {pool}.connect({address!r})")

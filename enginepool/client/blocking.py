@@ -5,9 +5,9 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
-from enginepool.client.absent import no_attribute, not_made_so
+from enginepool.client.absent import no_attribute, not_copied, not_made_so
 from enginepool.client.blocking_rollout import BlockingRollout
 from enginepool.client.blocking_session import BlockingSession
 from enginepool.client.facade import StreamingFacade, attribute, blocking, on_loop, streaming
@@ -64,6 +64,9 @@ class BlockingPool(StreamingFacade):
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute("BlockingPool", name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise not_copied("BlockingPool", self.address)
 
     connect = staticmethod(_opened(Pool.connect))
     start = staticmethod(_opened(Pool.start))

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from enginepool.client.absent import no_attribute, not_made_so
+from enginepool.client.absent import no_attribute, not_copied, not_made_so
 from enginepool.client.adapters import AdapterCalls
 from enginepool.client.arguments import (
     check_address,
@@ -61,6 +61,9 @@ class Pool(
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute("Pool", name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise not_copied("Pool", self.address)
 
     @property
     def connection(self) -> Connection:

@@ -137,6 +137,19 @@ def test_a_pool_that_is_not_open_is_not_copied(copied: Callable[[object], object
         copied(Pool.connect(ADDRESS))
 
 
+@pytest.mark.parametrize("kind", [Pool, BlockingPool])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pool_for_another_process_is_told_to_be_opened_there(copied: Callable[[object], object], kind: Any) -> None:
+    pool = Pool.__new__(Pool)
+    pool.address = ADDRESS
+    if kind is BlockingPool:
+        pool, pool._async = kind.__new__(kind), pool  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(TypeError) as caught:
+        copied(pool)
+    said = f"a {kind.__name__} cannot be copied or pickled: open one in each process, by {kind.__name__}.connect({ADDRESS!r})"
+    assert str(caught.value) == said
+
+
 def test_a_timeout_of_the_start_is_told_which_calls_have_one() -> None:
     group = {"model": "m", "workers": 1, "engine": "sim", "device": "auto", "timeout": 3}
     said = (
