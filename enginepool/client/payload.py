@@ -121,6 +121,8 @@ def _rows(name: str, rows: Any) -> Sequence[Any]:
         value = cast("object", rows)
         chat = _chat(name, value) if isinstance(rows, Mapping) else None
         raise chat or bad(name, f"{name}: {kind(value)}; a list of texts, or a list of token id sequences")
+    if getattr(rows, "ndim", 1) == 0:  # it has no length
+        raise bad(name, f"{name}: an array of shape []; a list of texts, or a list of token id sequences")
     if not len(rows):
         raise bad(name, f"{name}: empty; a request has at least one item", "1")
     return rows

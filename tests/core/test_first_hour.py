@@ -5,13 +5,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from enginepool import BlockingPool, Pool
 from enginepool.client.arguments import check_address, check_options
 from enginepool.client.embedded import embedded_config
 from enginepool.client.generate import GenerateOptions
-from enginepool.client.payload import encode_pairs, encode_shared
+from enginepool.client.payload import encode_pairs, encode_rows, encode_shared
 from enginepool.client.sampling import sampling_of
 from enginepool.client.score import ScoreOptions
 from enginepool.config import PoolConfig
@@ -105,6 +106,13 @@ def test_messages_of_a_chat_are_told_from_other_mistakes(query: Any, items: Any,
     assert str(caught.value).startswith(f"{field}: chat messages; apply the chat template first")
     with pytest.raises(BadRequest, match=r"prompts\[0\]: chat messages"):
         encode_pairs([cast("Any", CHAT)], [[1]])
+
+
+@pytest.mark.parametrize("wrong", [np.array(3), np.array("a text")])
+def test_an_array_without_an_axis_is_no_list(wrong: Any) -> None:
+    with pytest.raises(BadRequest) as caught:
+        encode_rows("prompts", wrong)
+    assert str(caught.value) == "prompts: an array of shape []; a list of texts, or a list of token id sequences"
 
 
 def test_what_is_no_chat_is_not_called_one() -> None:
