@@ -1,5 +1,7 @@
 """Sampling parameters as arguments of the Python API: their names and types, and how one that is wrong is named."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +18,9 @@ from enginepool.protocol.sampling import GRAMMARS, MASKS, check_sampling
 _PYTHON = {"int": "an int", "float": "a number", "str": "a str", "bool": "True or False", "array": "a list", "object": "a dict"}
 _TEXTS = ("stop", "stop_regex")
 _LISTS = (*_TEXTS, "stop_token_ids", *MASKS, "temperature_schedule")
+
+#: a schema that SGLang knows by name
+_ANY_JSON = "$$ANY$$"
 
 #: What the wire calls the sampling parameters.
 SAMPLING_NAMES = {f"sampling.{name}": name for name in Sampling.__struct_fields__}
@@ -79,7 +84,25 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
             utf8(f"{name}[{at}]", text)
     for name in GRAMMARS:
         utf8(name, getattr(sampling, name) or "")
+    _check_readable(sampling)
     return sampling
+
+
+def _check_readable(sampling: Sampling) -> None:
+    """Refuse texts that no engine can read. Grammars in other languages are read by the engine alone."""
+    for name in ("json_schema", "structural_tag"):
+        text = getattr(sampling, name)
+        if text is None or text == _ANY_JSON:
+            continue
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise bad(name, f"{name}: {error}; a text of JSON") from None
+    for at, pattern in enumerate(sampling.stop_regex):
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError) as error:
+            raise bad(f"stop_regex[{at}]", f"stop_regex[{at}]: {error}; a pattern of Python's re") from None
 
 
 def _plain(name: str, value: Any) -> Any:

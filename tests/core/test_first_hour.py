@@ -88,6 +88,21 @@ def test_what_is_too_long_is_told_its_length(option: str, value: object, said: s
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("json_schema", '{"type": ', "json_schema: Expecting value: line 1 column 10 (char 9); a text of JSON"),
+        ("structural_tag", "<tag>", "structural_tag: Expecting value: line 1 column 1 (char 0); a text of JSON"),
+        ("stop_regex", ["a", "b**"], "stop_regex[1]: multiple repeat at position 2; a pattern of Python's re"),
+    ],
+)
+def test_what_no_engine_can_read_is_refused_before_it_is_sent(option: str, value: object, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        sampling_of({option: value})
+    assert str(refused.value) == said and refused.value.field == said.partition(":")[0]
+    assert sampling_of({"json_schema": "$$ANY$$"}).json_schema == "$$ANY$$", "SGLang has a name for any JSON"
+
+
+@pytest.mark.parametrize(
     ("query", "items", "field"),
     [
         (CHAT, ["a"], "query"),
