@@ -79,7 +79,8 @@ class UpdateHandle:
             raise RuntimeError("this WeightPublisher belongs to another event loop")
         current = context.current
         if current is not None:
-            raise Publishing(f"this publisher's update to version {current.version} is not over; {current.blocks()}")
+            to = "" if current.version is None else f" to version {current.version}"
+            raise Publishing(f"this publisher's update{to} is not over; {current.blocks()}")
         self.version: int | None = version
         self.phase: PhaseName | Literal["committed", "failed"] = "open"
         self.members = self.done = self.sent_bytes = self.total_bytes = 0

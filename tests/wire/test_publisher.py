@@ -150,6 +150,17 @@ def test_a_handle_shows_progress_and_waits_for_its_finish(updates: FakeUpdates) 
     play(updates, scene)
 
 
+def test_an_update_without_a_version_is_not_named_by_one(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        first = asyncio.ensure_future(publisher.publish(model(1)))
+        await asyncio.sleep(0)  # it has begun, and waits to hear which version comes next
+        with pytest.raises(errors.Publishing, match=r"^this publisher's update is not over; "):
+            await publisher.start(model(2))
+        assert (await first).version == 1
+
+    play(updates, scene)
+
+
 def test_the_lease_is_renewed_while_a_handle_waits(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         handle = await publisher.start(model(1), 1)
