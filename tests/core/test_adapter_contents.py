@@ -62,6 +62,15 @@ def test_what_a_worker_loads_for_a_change_that_failed_is_not_taken_for_the_next_
     assert reports(pool.written()) == [AdapterReport(10, "g", "f", 1, DIGEST)]
 
 
+@pytest.mark.parametrize("by", ["path", "tensors"])
+def test_what_a_worker_refuses_is_called_as_its_publisher_gave_it(by: str) -> None:
+    pool, client = pool_of("a")
+    sent = pool.load(client) if by == "path" else pool.load_tensors(client)
+    [load] = changes(sent if by == "path" else stored(pool))
+    sent = pool.done(load, code="weights_refused", message="r is 0")
+    assert failures(sent)[9].field == by
+
+
 def test_what_a_worker_brings_along_is_not_taken_for_the_version_that_is_being_loaded() -> None:
     pool = AdapterPool()
     client = pool.client()

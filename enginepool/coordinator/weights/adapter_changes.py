@@ -169,7 +169,8 @@ class AdapterChanges:
         if change is None or change.adapter is None or change.adapter.engine_name != adapter.engine_name:
             return False
         if change.phase == "load":
-            field = "path" if code == "weights_refused" else ""
+            source = "tensors" if adapter.nbytes else "path"
+            field = source if code == "weights_refused" else ""
             self.abort(change, code, f"{worker.name} did not load {adapter.engine_name}: {why}", field=field)
         return True
 
