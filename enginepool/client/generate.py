@@ -261,12 +261,24 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
         _check_table(where, one, "top_logprobs", "float32")
     if request.hidden_states:
         _check_table(where, one, "hidden_states", "float32")
+    for name in ("spans", "workers", "adapters"):
+        _check_spans(f"{where}.{name}", getattr(one, name), len(one.token_ids))
     if not isinstance(cast("object", one.matched), int | str | None):
         raise bad(f"{where}.matched", f"{where}.matched: {kind(one.matched)}; a token id, a text, or None")
     utf8(f"{where}.matched", str(one.matched))
     if one.finish_reason not in _REASONS:
         text = f"{where}.finish_reason: {one.finish_reason!r}; one of {', '.join(_REASONS)}"
         raise bad(f"{where}.finish_reason", text)
+
+
+def _check_spans(where: str, spans: Any, tokens: int) -> None:
+    """Spans of fewer or more tokens would be said of others in the answer. None at all: it is not known."""
+    try:
+        counted = sum(count for _, count in spans)
+    except (TypeError, ValueError):
+        raise bad(where, f"{where}: {kind(spans)}; pairs of which the second is a number of tokens") from None
+    if spans and counted != tokens:
+        raise bad(where, f"{where}: expected {tokens} tokens, as in token_ids, or no spans; got {counted}", str(tokens))
 
 
 def _check_table(where: str, one: Generation, name: str, dtype: str) -> None:
