@@ -116,6 +116,8 @@ def _say(text: str, raw: Any) -> str:
 def _meant(path: str, name: str, *, in_group: bool) -> str:
     """What was probably meant by an unknown key `name` in the table at `path`, as the end of a sentence."""
     tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": RestartConfig}
+    if in_group and name in PoolConfig.__struct_fields__:
+        return "; it is a setting of the pool, not of a group"
     struct = GroupConfig if in_group else tables.get(path)
     near = difflib.get_close_matches(name, struct.__struct_fields__ if struct is not None else (), 1)
     if near:

@@ -19,6 +19,7 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ("[groups]", "groups = {}: a pool needs at least one group"),
         (GOOD + "enginee = 1", "unknown key groups.a.enginee; did you mean engine?"),
         (GOOD + "tp_size = 2", "unknown key groups.a.tp_size; a setting of the engine is written as options.tp_size"),
+        (GOOD + "listen_workers = ''", "unknown key groups.a.listen_workers; it is a setting of the pool, not of a group"),
         ("listn = 1\n" + GOOD, "unknown key listn; did you mean listen?"),
         (GOOD + "[groups.b]\nmodel = 5", "groups.b.model = 5: must be a string"),
         (GOOD + 'workers = "2"', "groups.a.workers = '2': must be a whole number"),

@@ -206,6 +206,8 @@ def test_a_setting_of_the_engine_is_told_where_it_belongs() -> None:
         embedded_config(None, {"model": "m", "workers": 1, "engine": "sglang", "device": "auto", "tp_size": 2})
     with pytest.raises(ConfigError, match=r"unknown key gpu; did you mean gpus\?$"):
         embedded_config(None, {"model": "m", "workers": 1, "engine": "sglang", "device": "auto", "gpu": ["0"]})
+    with pytest.raises(ConfigError, match=r"unknown key timing; it is a setting of the pool, not of a group$"):
+        embedded_config(None, {"model": "m", "workers": 1, "engine": "sglang", "device": "auto", "timing": {"forward_s": 3.0}})
 
 
 def test_a_row_of_nearly_the_context_is_told_which_reserve_it_does_not_fit() -> None:
