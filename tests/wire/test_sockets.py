@@ -223,6 +223,26 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
         bench.close()
 
 
+def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+    router, peer = bench.clients, bench.peers[0]
+
+    async def scene() -> None:
+        bench.listen()
+        peer.send(b"hello")
+        await bench.until(1)
+        assert router.send(bench.taken[0][1], [bytes(CLIENT_PROOF)])
+        peer.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while router.unread:
+                router.sweep()
+                await asyncio.sleep(0.001)
+        assert not bench.cut
+
+    loop.run_until_complete(scene())
+    bench.close()
+
+
 def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, quiet=False)
     try:

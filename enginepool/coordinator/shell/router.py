@@ -255,7 +255,9 @@ class Router:
         now = time.monotonic()
         for link, outbox in list(self._outboxes.items()):
             if outbox.token:
-                if now - outbox.asked_at > self._max_silence:
+                if not is_open(outbox.fd, outbox.inode):  # it has left before it answered: that is no fault of it
+                    self._forget(link)
+                elif now - outbox.asked_at > self._max_silence:
                     self.cut(link, f"it did not say for {self._max_silence:g} s whether it reads what it is sent")
             elif outbox.unread != outbox.swept:
                 outbox.swept = outbox.unread
