@@ -101,6 +101,11 @@ class Connection:
         """The session's state, epoch and counts, in a few words."""
         return self._session.describe()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """This process is a fork, and the connection is its parent's."""
+        return self._link.is_elsewhere
+
     def now(self) -> float:
         """Seconds on the clock of all events. Raises RuntimeError on another loop than the connection's own."""
         if asyncio.get_running_loop() is not self._loop:

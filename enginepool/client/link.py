@@ -6,6 +6,7 @@ at several times the CPU.)
 """
 
 import asyncio
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +63,12 @@ class ClientLink:
         #: messages that the socket did not take; bounded by the session's window and by `open`
         self._outbox: deque[list[Buffer]] = deque()
         self._retry: asyncio.TimerHandle | None = None
+        self._process = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """This process is a fork. There each call of ZeroMQ is interrupted, and pyzmq repeats it without end."""
+        return os.getpid() != self._process
 
     def open(self) -> None:
         """Close the socket, with everything queued on it, and open a new one.
@@ -92,7 +99,7 @@ class ClientLink:
     def send(self, message: Message, frames: Sequence[Buffer] = ()) -> None:
         """Send, or park until the socket takes it."""
         socket = self._socket
-        if socket is None:
+        if socket is None or self.is_elsewhere:
             return
         parts: list[Buffer] = [encode_header(message), *frames]
         if self._outbox or not _try_send(socket, parts):
@@ -104,7 +111,7 @@ class ClientLink:
     def drain(self, most: int = _BURST) -> None:
         """Read at most `most` waiting messages, and send the parked ones."""
         socket = self._socket
-        if socket is None:
+        if socket is None or self.is_elsewhere:
             return
         read = 0
         try:

@@ -165,7 +165,10 @@ class Pool(
         return Opening("Pool.start", open_)
 
     async def close(self) -> None:
-        """Take back what is not answered, say goodbye, end what `start` started. Never hangs. Idempotent."""
+        """Take back what is not answered, say goodbye, end what `start` started. Never hangs. Idempotent. In a fork it does
+        nothing: socket, event loop and coordinator are its parent's."""
+        if self._connection.is_elsewhere:
+            return
         self._notices.close()
         try:
             self._connection.close()

@@ -886,6 +886,24 @@ def test_in_a_fork_a_blocking_pool_is_refused_at_once_and_the_parents_goes_on(co
     assert output(FORKED, coordinator.address) == said
 
 
+FORKED_LOOP = """
+import asyncio, os, sys
+from enginepool import Pool
+async def main():
+    async with Pool.connect(sys.argv[1]) as pool:
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)  # the pool is closed on the way
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        print((await pool.score([1], [[2]])).usage.tokens)
+asyncio.run(main())
+"""
+
+
+def test_a_fork_that_closes_the_pool_of_a_loop_ends_and_the_parents_goes_on(coordinator: FakeCoordinator):
+    assert output(FORKED_LOOP, coordinator.address) == "2\n"
+
+
 def output(program: str, address: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program, address], capture_output=True, text=True, timeout=PATIENCE_S, check=False
