@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from enginepool.client.logprobs import LogprobsResult
     from enginepool.client.pool import Pool
     from enginepool.client.rerank import RerankResult
-    from enginepool.client.rollout import Rollout, RolloutGroup
+    from enginepool.client.rollout import Rollout
+    from enginepool.client.rollout_group import RolloutGroup
     from enginepool.client.score import ScoreResult
     from enginepool.client.token_stream import TokenStream
     from enginepool.errors import EnginepoolError
@@ -61,7 +62,7 @@ _MODULES = {
     "Pool": "client.pool",
     "RerankResult": "client.rerank",
     "Rollout": "client.rollout",
-    "RolloutGroup": "client.rollout",
+    "RolloutGroup": "client.rollout_group",
     "ScoreResult": "client.score",
     "Session": "client.generation_session",
     "TokenStream": "client.token_stream",

@@ -1,7 +1,8 @@
 """`BlockingRollout`: `Rollout` for code that does not await, on the loop of its `BlockingPool`."""
 
 from enginepool.client.facade import BlockingIterator, StreamingFacade
-from enginepool.client.rollout import Rollout, RolloutGroup
+from enginepool.client.rollout import Rollout
+from enginepool.client.rollout_group import RolloutGroup
 
 
 class BlockingRollout(BlockingIterator[RolloutGroup, list[RolloutGroup]]):

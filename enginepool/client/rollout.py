@@ -5,9 +5,9 @@ prompts.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeAlias, cast
 
 import numpy as np
@@ -16,8 +16,8 @@ from enginepool.client.arguments import check_int
 from enginepool.client.generate import GenerateCalls
 from enginepool.client.generations import Generation, Generations
 from enginepool.client.media import media_of
-from enginepool.client.results import Floats
 from enginepool.client.rewards import Rewarder, prompt_of
+from enginepool.client.rollout_group import Draft, RolloutGroup
 from enginepool.client.sample_stream import SampleStream
 from enginepool.client.token_stream import ChunkIterator
 from enginepool.errors import (
@@ -33,64 +33,12 @@ from enginepool.errors import (
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_CREDIT
 
+log = logging.getLogger("enginepool")
+
 #: Errors of one request, which say nothing about the others.
 _OF_ONE: Final = (BadRequest, TooLarge, DeadlineExceeded, Poisoned, EngineFailed)
 #: texts, token ids, or rows of a data set
 Prompts: TypeAlias = Iterable[Any] | AsyncIterable[Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RolloutGroup:
-    """The finished samples of a prompt.
-
-    Attributes:
-        index: the position of the prompt, from 0.
-        prompt: as it was given.
-        samples: `n` of them, or fewer where `errors` says why; see `Generation`.
-        rewards: float32 [samples]; NaN where the reward failed, as `errors` says.
-        errors: what failed for this prompt alone; empty where nothing did.
-        dropped: samples that were generated again, because their weights were too old or could not be continued.
-    """
-
-    index: int
-    prompt: Any
-    samples: tuple[Generation, ...]
-    rewards: Floats
-    errors: tuple[Exception, ...]
-    dropped: int
-
-
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """A group that is not finished. By number of the sample: those that ended, and their rewards."""
-
-    index: int
-    row: Any
-    samples: dict[int, Generation] = field(default_factory=dict[int, Generation])
-    rewards: dict[int, "asyncio.Task[float]"] = field(default_factory=dict[int, "asyncio.Task[float]"])
-    errors: list[Exception] = field(default_factory=list[Exception])
-    #: samples that cannot be generated
-    failed: set[int] = field(default_factory=set[int])
-    attempts: int = 0
-    dropped: int = 0
-    #: it counts in `max_in_flight`
-    has_room: bool = True
-
-    def missing(self, n: int) -> list[int]:
-        return [i for i in range(n) if i not in self.samples and i not in self.failed]
-
-    def drop(self, number: int) -> None:
-        """A sample is to be generated again."""
-        self.dropped += 1
-        self.samples.pop(number, None)
-        if (reward := self.rewards.pop(number, None)) is not None:
-            reward.cancel()
-
-    def finished(self) -> RolloutGroup:
-        numbers = sorted(self.samples)
-        rewards = np.array([self.rewards[i].result() for i in numbers], np.float32)
-        samples = tuple(self.samples[i] for i in numbers)
-        return RolloutGroup(self.index, self.row, samples, rewards, tuple(self.errors), self.dropped)
 
 
 class Rollout:
@@ -117,7 +65,7 @@ class Rollout:
         self._options = options
         self._room = asyncio.Semaphore(max_in_flight)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ready: deque[_Draft] = deque()
+        self._ready: deque[Draft] = deque()
         #: prompts whose groups were not taken
         self._open = 0
         #: the newest weights that this rollout knows of
@@ -125,6 +73,8 @@ class Rollout:
         self._begun = self._fed = False
         self._failure: BaseException | None = None
         self._heard = asyncio.Event()
+        #: an error of one prompt was logged
+        self._told = False
 
     def __aiter__(self) -> "ChunkIterator[RolloutGroup]":
         return ChunkIterator(self, asyncio.get_running_loop())
@@ -138,7 +88,7 @@ class Rollout:
         draft = await self._next()
         return None if draft is None else draft.finished()
 
-    async def _next(self) -> _Draft | None:
+    async def _next(self) -> Draft | None:
         """The next finished group, as a draft: a caller that is cancelled can give it back."""
         if not self._begun:
             self._begun = True
@@ -172,7 +122,7 @@ class Rollout:
         """The next `count` finished groups, such as those of one training step. There are fewer at the end, and before an
         error, which the next call raises. Other groups go on meanwhile. A call that is cancelled takes none."""
         check_int("count", count, 0, MAX_ID)
-        drafts: list[_Draft] = []
+        drafts: list[Draft] = []
         while len(drafts) < count:
             try:
                 draft = await self._next()
@@ -245,12 +195,12 @@ class Rollout:
             except StopAsyncIteration:
                 break
             self._open += 1
-            self._spawn(self._finish(_Draft(index, row)))
+            self._spawn(self._finish(Draft(index, row)))
             index += 1
         self._fed = True
         self._heard.set()
 
-    async def _finish(self, draft: _Draft) -> None:
+    async def _finish(self, draft: Draft) -> None:
         """Generate the samples that a group does not have yet, and wait for their rewards."""
         while missing := draft.missing(self._n):
             if draft.attempts and self._max_staleness is not None:
@@ -261,7 +211,7 @@ class Rollout:
         self._ready.append(draft)
         self._heard.set()
 
-    async def _generate(self, draft: _Draft, numbers: list[int]) -> None:
+    async def _generate(self, draft: Draft, numbers: list[int]) -> None:
         """Samples of these numbers. One that was interrupted is missing afterwards."""
         options: Any = {**self._options, **media_of(draft.row), "n": len(numbers), "credit": MAX_CREDIT}
         if options.get("sampling_seed") is not None:
@@ -277,7 +227,7 @@ class Rollout:
         except Interrupted as error:
             whole = cast("Generations", error.generations)
         except _OF_ONE as error:
-            draft.errors.append(error)
+            self._note(draft, error)
             draft.failed.update(number for number in numbers if number not in draft.samples)
             return
         for number, sample in zip(numbers, whole[0] if whole else (), strict=False):
@@ -285,7 +235,7 @@ class Rollout:
                 self._sampled(draft, number, sample)
         draft.dropped += sum(number not in draft.samples for number in numbers)
 
-    async def _stream(self, draft: _Draft, numbers: list[int], stream: SampleStream) -> Generations | None:
+    async def _stream(self, draft: Draft, numbers: list[int], stream: SampleStream) -> Generations | None:
         """Take the samples of a stream as they end. None: all that had not ended are too old, and the stream was left."""
         async with stream:
             while (ended := await stream.next_samples()) is not None:
@@ -297,27 +247,34 @@ class Rollout:
                     return None
             return await stream.result()
 
-    def _sampled(self, draft: _Draft, number: int, sample: Generation) -> None:
+    def _sampled(self, draft: Draft, number: int, sample: Generation) -> None:
         """A sample has ended, or more is known of it."""
         self._newest = max(self._newest, *(version for version, _ in sample.spans), 0)
         if number not in draft.rewards and not self._is_stale(sample):
             draft.rewards[number] = self._spawn(self._rewarded(draft, sample))
         draft.samples[number] = sample
 
-    async def _rewarded(self, draft: _Draft, sample: Generation) -> float:
+    async def _rewarded(self, draft: Draft, sample: Generation) -> float:
         try:
             return await self._reward(draft.row, sample)
         except Exception as error:
             if isinstance(error, EnginepoolError) and not isinstance(error, _OF_ONE):
                 raise
-            draft.errors.append(error)
+            self._note(draft, error)
         except (asyncio.CancelledError, SystemExit) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Something that the function awaits was cancelled, or the program that it runs has ended.
-            draft.errors.append(RuntimeError(f"reward: the function raised {error!r}"))
+            self._note(draft, RuntimeError(f"reward: the function raised {error!r}"))
         return np.nan
+
+    def _note(self, draft: Draft, error: Exception) -> None:
+        """An error of one prompt. The first one is logged, too: a loop that never reads `errors` would train on NaN."""
+        if not self._told:
+            self._told = True
+            log.warning("rollout: prompt %d: %s; `errors` of each group has what failed for it", draft.index, error)
+        draft.errors.append(error)
 
     # --- the age of samples ----------------------------------------------------------------------------------------------
 
@@ -333,7 +290,7 @@ class Rollout:
     def _is_old(self, version: int) -> bool:
         return self._max_staleness is not None and self._newest - version > self._max_staleness
 
-    def _drop_stale(self, draft: _Draft) -> bool:
+    def _drop_stale(self, draft: Draft) -> bool:
         """Whether samples of a group are too old, and were dropped."""
         stale = [number for number, sample in draft.samples.items() if self._is_stale(sample)]
         for number in stale:

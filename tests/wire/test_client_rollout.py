@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -156,7 +157,9 @@ def test_a_reward_group_scores_ids_texts_or_what_to_row_says(coordinator: Rollou
     assert np.frombuffer(coordinator.payloads[3][1], np.int32).tolist() == [21]
 
 
-def test_an_error_of_one_reward_or_one_prompt_is_in_its_group(coordinator: RolloutCoordinator) -> None:
+def test_an_error_of_one_reward_or_one_prompt_is_in_its_group_and_the_first_is_logged(
+    coordinator: RolloutCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
     coordinator.fails = {13: "poisoned"}
 
     def reward(row: Any, sample: Generation) -> float:
@@ -173,7 +176,10 @@ def test_an_error_of_one_reward_or_one_prompt_is_in_its_group(coordinator: Rollo
         assert (third.samples, third.rewards.tolist()) == ((), []) and isinstance(third.errors[0], errors.Poisoned)
         assert isinstance(empty.errors[0], errors.BadRequest)
 
-    scene(coordinator, main)
+    with caplog.at_level(logging.WARNING, "enginepool"):
+        scene(coordinator, main)
+    [line] = caplog.messages
+    assert line.startswith("rollout: prompt ") and line.endswith("; `errors` of each group has what failed for it")
 
 
 def test_a_reward_that_is_cancelled_or_ends_its_program_is_an_error_of_its_group(coordinator: RolloutCoordinator) -> None:
