@@ -223,7 +223,6 @@ def run_scheduler(
     use_all_positions(_class(modules.MODEL, "ModelConfig"))
     for operation in OPERATIONS:
         operation.change_scheduler(pooler)
-    note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
     report_no_load(scheduler, settings.dp_size)
     profiler = _class(modules.PROFILER, "SchedulerProfilerManager")
     end_no_engine_for_a_trace(profiler, _class(modules.REQUESTS, "ProfileReqOutput"))
@@ -235,9 +234,7 @@ def run_scheduler(
     separate_prefixes(scheduler)
     note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))
     answer_in_order(_class(modules.CHANNELS, "SchedulerIpcChannels"))
-    open_session_for_tickets(_class(modules.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
-    pass_tickets_of_refused_updates(_class(modules.MODEL_UPDATER, "WeightUpdater"), LOADER)
-    tell_that_it_went_on(_class(modules.MODEL_UPDATER, "WeightUpdater"))
+    _change_weights()
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.patches.attention")  # it needs torch
         module: Any = importlib.import_module(attention)
@@ -252,6 +249,15 @@ def run_scheduler(
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))
     _collect_garbage()
     return run(settings, answer_at_once(ports), *args, **kwargs)
+
+
+def _change_weights() -> None:
+    """What the scheduler does with weights: its own, and those of updates."""
+    updater = _class(modules.MODEL_UPDATER, "WeightUpdater")
+    note_own_load(_class(modules.LOADER, "DefaultModelLoader"))
+    open_session_for_tickets(_class(modules.UPDATER, "SchedulerWeightUpdaterManager"), LOADER)
+    pass_tickets_of_refused_updates(updater, LOADER)
+    tell_that_it_went_on(updater)
 
 
 def _class(module: str, name: str) -> Any:
