@@ -325,8 +325,6 @@ def test_a_fork_server_that_is_killed_costs_no_worker_and_is_started_again(run: 
 
 
 def test_a_fork_server_that_hangs_is_replaced(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("enginepool.host.fork_server.FORK_S", 0.1)
-
     async def act(launched: Launched) -> None:
         assert launched.launcher.start("g", 0, "g-0.1")
         assert (await launched.reported()).reason == FORKED

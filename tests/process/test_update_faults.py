@@ -137,14 +137,20 @@ async def check(pool: Pool, streams: Streams) -> None:
 async def by_this_one(shared: Shared, pool: Pool, case: Case, new: int) -> str:
     """How an update of this process's own publisher ends."""
     async with WeightPublisher(pool, **OPTIONS) as publisher:
-        handle = await publisher.start(some_weights(new), new, in_flight=case.mode)  # type: ignore[arg-type]
         finish: asyncio.Task[UpdateRecord] | None = None
-        if case.phase != "staged":
-            finish = asyncio.create_task(handle.finish())
         async with asyncio.timeout(PATIENCE_S):
-            while handle.phase != case.phase:
-                assert finish is None or not finish.done()
-                await asyncio.sleep(0.002)
+            while True:
+                handle = await publisher.start(some_weights(new), new, in_flight=case.mode)  # type: ignore[arg-type]
+                if case.phase != "staged":
+                    finish = asyncio.create_task(handle.finish())
+                while handle.phase not in (case.phase, "failed"):
+                    assert handle.phase != "committed"
+                    await asyncio.sleep(0.002)
+                if handle.phase == case.phase:
+                    break
+                # It went no further for longer than TIMES allow: this machine was busy.
+                with pytest.raises(errors.UpdateAborted):
+                    await (finish or handle.finish())
         await shared.strike(case.who, case.sign)
         try:
             return (await (finish or handle.finish())).outcome
