@@ -75,6 +75,7 @@ def _torchcodec_decodes() -> bool:
     try:
         importlib.import_module(_TORCHCODEC).AudioDecoder(wav(np.zeros((1600, 1), np.float32), 16_000))
     except Exception:
+        # It is not installed, or what it raises where FFmpeg's libraries are missing: that depends on its release.
         return False
     return True
 
