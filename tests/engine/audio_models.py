@@ -2,8 +2,7 @@
 
 import importlib
 import io
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from enginepool.cli import tiny_model_files as tiny
 from enginepool.workers import cpu_bridge
+from tests.engine.media_reference import MediaReference
 
 SPECIAL = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 CONTEXT, VOCAB = 1024, 512
@@ -71,23 +71,18 @@ def _heard(samples: Any, rate: int) -> Any:
     return library.functional.resample(torch.from_numpy(samples.mean(axis=1)), rate, RATE).numpy()
 
 
-class AudioReference:
-    """`transformers` in float32."""
+class AudioReference(MediaReference):
+    """A Qwen2-Audio."""
 
     def __init__(self, folder: Path, placeholder: Sequence[int]) -> None:
-        cpu_bridge.install()
-        library: Any = importlib.import_module("transformers")
-        self._torch: Any = importlib.import_module("torch")
-        self._torch.set_num_threads(1)
-        self._model = self._attending(library.Qwen2AudioForConditionalGeneration.from_pretrained(folder))
-        self._sounds = library.WhisperFeatureExtractor.from_pretrained(folder)
+        super().__init__("Qwen2AudioForConditionalGeneration", folder)
+        self._sounds = self._library.WhisperFeatureExtractor.from_pretrained(folder)
         self._audio = placeholder[1]
 
-    @staticmethod
-    def _attending(model: Any) -> Any:
+    def _ready(self, model: Any) -> Any:
         """The model, whose encoder attends to the silence after a clip, as SGLang's does. For a clip that is as long as the
         encoder hears there is none, and this changes nothing."""
-        tower = model.float().eval().model.audio_tower
+        tower = super()._ready(model).model.audio_tower
         forward = tower.forward
 
         def attending(features: Any, attention_mask: Any = None, **others: Any) -> Any:
@@ -95,19 +90,6 @@ class AudioReference:
 
         tower.forward = attending
         return model
-
-    @contextmanager
-    def holding(self, weights: Mapping[str, Any]) -> Generator[None]:
-        """Compute with other weights, by the names of the checkpoint, for as long as the block runs."""
-        own = self._model
-        if weights:
-            library: Any = importlib.import_module("transformers")
-            made = library.Qwen2AudioForConditionalGeneration
-            self._model = self._attending(made.from_pretrained(None, config=own.config, state_dict=dict(weights)))
-        try:
-            yield
-        finally:
-            self._model = own
 
     def expanded(self, prompt: Sequence[int], clips: Sequence[bytes]) -> tuple[list[int], dict[str, Any]]:
         """A prompt with as many tokens for each clip as it takes, and what the model is given besides."""

@@ -5,8 +5,7 @@ import importlib
 import io
 import struct
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from enginepool.cli import tiny_model_files as tiny
 from enginepool.workers import cpu_bridge
+from tests.engine.media_reference import MediaReference
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CONTEXT, VOCAB = 1024, 512
@@ -104,32 +104,16 @@ def _chunk(name: bytes, data: bytes) -> bytes:
     return name + struct.pack("<I", len(data)) + data
 
 
-class VisionReference:
-    """`transformers` in float32."""
+class VisionReference(MediaReference):
+    """A Qwen2-VL."""
 
     def __init__(self, folder: Path, placeholder: Sequence[int]) -> None:
-        cpu_bridge.install()
-        library: Any = importlib.import_module("transformers")
-        self._torch: Any = importlib.import_module("torch")
-        self._torch.set_num_threads(1)
-        self._model = library.Qwen2VLForConditionalGeneration.from_pretrained(folder).float().eval()
+        super().__init__("Qwen2VLForConditionalGeneration", folder)
+        library = self._library
         self._images = library.Qwen2VLImageProcessorPil.from_pretrained(folder)
         # What a video processor makes of frames in pairs, if they need not be resized.
         self._frames = library.Qwen2VLImageProcessorPil(max_pixels=1 << 20)
         self._image, self._video = placeholder[1], placeholder[1] + 1
-
-    @contextmanager
-    def holding(self, weights: Mapping[str, Any]) -> Generator[None]:
-        """Compute with other weights, by the names of the checkpoint, for as long as the block runs."""
-        own = self._model
-        if weights:
-            library: Any = importlib.import_module("transformers")
-            made = library.Qwen2VLForConditionalGeneration
-            self._model = made.from_pretrained(None, config=own.config, state_dict=dict(weights)).float().eval()
-        try:
-            yield
-        finally:
-            self._model = own
 
     def expanded(
         self, prompt: Sequence[int], images: Sequence[bytes], videos: Sequence[Sequence[bytes]] = ()
