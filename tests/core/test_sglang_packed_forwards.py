@@ -1,10 +1,12 @@
 """What is changed in SGLang so that one engine packs some batches and others not, on classes that stand for SGLang's."""
 
 import inspect
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from enginepool.workers.sglang.patches.packed_forwards import (
     is_packed,
     keep_graphs,
     keep_kinds_apart,
-    run_packed_without_graphs,
+    run_packed_as_graphs,
 )
 
 
@@ -71,7 +73,7 @@ def test_what_waits_is_not_lost_where_a_prefill_fails() -> None:
     assert [one.name for one in scheduler.waiting_queue] == [1, 2]
 
 
-def test_only_packed_forwards_are_planned_as_such_and_run_without_graphs() -> None:
+def test_only_packed_forwards_are_planned_as_such() -> None:
     planned: list[bool] = []
 
     class Backend:
@@ -80,21 +82,55 @@ def test_only_packed_forwards_are_planned_as_such_and_run_without_graphs() -> No
         def init_forward_metadata(self, batch: Any) -> None:
             planned.append(self.enable_mis)
 
+    attend_as_each_forward_says(Backend)
+    backend = Backend()
+    for packed in (True, False, True, False):
+        backend.init_forward_metadata(row(1, 0, packed))
+    assert planned == [True, False, True, False]
+
+
+def test_packed_forwards_run_as_graphs_that_have_no_attention_in_them() -> None:
     class Runner:
+        def __init__(self, full: bool) -> None:
+            self._is_full_backend = full
+
         def can_run_graph(self, batch: Any) -> bool:
             return batch.small
 
-    attend_as_each_forward_says(Backend)
-    run_packed_without_graphs(Runner)
-    backend, runner = Backend(), Runner()
+        def _prepare_forward_metadata_for_replay(self, batch: Any, of_graph: Any, size: int) -> None:
+            raise AssertionError
+
+    run_packed_as_graphs(Runner)
     graphs: list[bool] = []
-    for packed, small in ((True, True), (False, True), (True, False), (False, False)):
+    for packed, small, full in itertools.product((True, False), repeat=3):
         batch = row(1, 0, packed)
         batch.small = small
-        backend.init_forward_metadata(batch)
-        graphs.append(runner.can_run_graph(batch))
-    assert planned == [True, False, True, False]
-    assert graphs == [False, True, False, False]
+        graphs.append(Runner(full).can_run_graph(batch))
+    assert graphs == [False, True, False, False, True, True, False, False]
+
+
+def test_a_graph_gets_the_positions_of_items_once_they_are_planned() -> None:
+    class Runner:
+        def can_run_graph(self, batch: Any) -> bool:
+            return True
+
+        def load_batch(self, batch: Any, size: int) -> Any:
+            of_graph = SimpleNamespace(positions=torch.full((size,), 77))
+            of_graph.positions[: len(batch.positions)] = batch.positions
+            return of_graph, self._prepare_forward_metadata_for_replay(batch, of_graph, size)
+
+        def _prepare_forward_metadata_for_replay(self, batch: Any, of_graph: Any, size: int) -> str:
+            if is_packed(batch):
+                batch.positions.copy_(torch.tensor([0, 0, 1, 0, 1]))
+            return "planned"
+
+    run_packed_as_graphs(Runner)
+    for packed, positions in ((True, [0, 0, 1, 0, 1]), (False, [0, 1, 2, 3, 4])):
+        batch = row(1, 0, packed)
+        batch.positions = torch.arange(5)
+        of_graph, planned = Runner().load_batch(batch, 8)
+        assert planned == "planned"
+        assert of_graph.positions.tolist() == [*positions, 77, 77, 77]
 
 
 def test_graphs_stay_on_in_both_places_where_versions_of_sglang_switch_them_off() -> None:

@@ -1,8 +1,8 @@
 """Whether the next batch of a worker is packed: what costs less time for each request, as was learned from its batches. Pure.
 
-A packed forward computes a query once and has one prompt for many rows. A plain one may run as a CUDA graph, which packed ones
-do not. So one request alone is often faster plain, and many that wait are faster packed. Both cost models are learned from the
-batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a turn now and then,
+A packed forward computes a query once and has one prompt for many rows, and its attention keeps items apart, which costs more
+for each token. So which kind is faster depends on the rows and on how many wait. Both cost models are learned from the batches
+of their kind alone. A model that is never asked again could stay wrong: so the other kind has a turn now and then,
 the less often the slower it is.
 """
 

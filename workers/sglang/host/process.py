@@ -26,7 +26,7 @@ from enginepool.workers.sglang.patches.new_weights import note_media_cache, sepa
 from enginepool.workers.sglang.patches.packed_forwards import (
     attend_as_each_forward_says,
     keep_kinds_apart,
-    run_packed_without_graphs,
+    run_packed_as_graphs,
 )
 from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
@@ -243,7 +243,7 @@ def run_scheduler(
         if settings.enable_mis:
             keep_kinds_apart(scheduler)
             attend_as_each_forward_says(module.FlashInferAttnBackend)
-            run_packed_without_graphs(_class(modules.GRAPHS, "PrefillCudaGraphRunner"))
+            run_packed_as_graphs(_class(modules.GRAPHS, "PrefillCudaGraphRunner"))
     keep_experts_of_each_forward(_class(modules.CAPTURER, "BaseTopkCapturer"))
     if os.environ.get(BRIDGE_VARIABLE):
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))

@@ -5,7 +5,8 @@ forward has rows of both kinds. But the delimiters come with each request, so th
 here
 
 - a forward has rows of one kind: those of the other kind wait for the next one;
-- a plain forward is attended to as in an engine without multi-item scoring, and may run as a CUDA graph; a packed one does not;
+- a plain forward is attended to as in an engine without multi-item scoring;
+- forwards of both kinds run as CUDA graphs. Attention is outside the graphs, and delimiters are never looked for in padding;
 - the settings stay as they are. What SGLang would change there, the worker's own rules require.
 """
 
@@ -65,12 +66,23 @@ def attend_as_each_forward_says(backend: Any) -> None:
     backend.init_forward_metadata = init_forward_metadata
 
 
-def run_packed_without_graphs(runner: Any) -> None:
-    """Have packed forwards run without CUDA graphs, whose padding has no place in a sequence. `runner` is SGLang's class that
-    replays those of prefills."""
-    can_run = runner.can_run_graph
+def run_packed_as_graphs(runner: Any) -> None:
+    """Have packed forwards run as CUDA graphs as plain ones do, where attention stays outside the graphs. `runner` is SGLang's
+    class that replays those of prefills.
+
+    Each graph has its own tensor of positions. SGLang fills it before attention is planned, and only then knows the positions
+    that begin again with each item.
+    """
+    can_run, plan = runner.can_run_graph, runner._prepare_forward_metadata_for_replay
 
     def can_run_graph(self: Any, batch: Any) -> bool:
-        return not is_packed(batch) and can_run(self, batch)
+        return can_run(self, batch) and not (is_packed(batch) and self._is_full_backend)
+
+    def prepare_forward_metadata_for_replay(self: Any, batch: Any, of_graph: Any, *args: Any) -> Any:
+        planned = plan(self, batch, of_graph, *args)
+        if is_packed(batch):
+            of_graph.positions[: len(batch.positions)].copy_(batch.positions)
+        return planned
 
     runner.can_run_graph = can_run_graph
+    runner._prepare_forward_metadata_for_replay = prepare_forward_metadata_for_replay

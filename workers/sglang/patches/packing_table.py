@@ -28,9 +28,14 @@ OF_PACKING: tuple[Private, ...] = (
     *_private(
         "patches/packed_forwards.py", GRAPHS,
         (
-            "PrefillCudaGraphRunner.can_run_graph", "replaced", "packed forwards run without CUDA graphs",
+            "PrefillCudaGraphRunner.can_run_graph", "replaced", "packed forwards run as no graph that has attention in it",
             "self, forward_batch",
         ),
+        (
+            "PrefillCudaGraphRunner._prepare_forward_metadata_for_replay", "replaced", "graphs get the positions of items",
+            "self, forward_batch, static_forward_batch, num_tokens", "self, forward_batch, static_forward_batch, shape_key",
+        ),
+        ("PrefillCudaGraphRunner._is_full_backend", "read", "packed forwards run as no graph that has attention in it"),
     ),
     *_private(
         "host/build.py", RESOLUTION,
