@@ -113,6 +113,14 @@ def test_each_item_goes_on_where_the_query_ended() -> None:
         assert longest.tolist() == [max(sizes)]
 
 
+def test_without_a_query_each_item_begins_at_the_beginning() -> None:
+    queries, items, longest, positions = placed([np.array([0, 4, 7]), np.array([2, 5])], [8, 6])
+    assert (queries.tolist(), longest.tolist()) == ([0, 2], [3, 2])
+    assert items.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 0, 0, 0, 0, 0]]
+    # No delimiter has a negative position: rotary embeddings are read at it.
+    assert positions.tolist() == [0, 0, 1, 2, 0, 0, 1, 0, 0, 1, 1, 2, 3, 1]
+
+
 class MultiItemScoringParams(NamedTuple):
     """As SGLang's."""
 
@@ -126,6 +134,7 @@ class Backend:
     """As SGLang's attention backend, which is asked where the host does not know enough."""
 
     def _process_multi_item_scoring(self, batch: Any) -> str:
+        batch.positions[0] -= 1
         return "on the gpu"
 
 
@@ -150,4 +159,6 @@ def test_packed_batches_are_placed_and_all_others_left_alone() -> None:
         {"extend_seq_lens_cpu": None},
         {"positions": torch.arange(16)},
     ):
-        assert process(SimpleNamespace(**(vars(batch) | change))) == "on the gpu"
+        changed = SimpleNamespace(**({**vars(batch), "positions": torch.arange(8)} | change))
+        assert process(changed) == "on the gpu"
+        assert changed.positions[:3].tolist() == [0, 1, 2], "not -1"

@@ -268,3 +268,60 @@ for operation in (LabelScores(), HeadScores()):
 def test_the_installed_sglang_reads_packed_requests_as_they_are_meant() -> None:
     status, said = run_code(REAL)
     assert status == 0, said
+
+
+WITHOUT_A_QUERY = """
+from types import SimpleNamespace
+import numpy as np
+import torch
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, MultiItemScoringParams
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.pooler import pool_at_delimiter_positions
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from enginepool.workers.sglang.patches.attention import placed
+
+chance = np.random.default_rng(3)
+for _ in range(20):
+    places, lengths = [], []
+    for query in chance.integers(0, 3, chance.integers(1, 4)):
+        steps = chance.integers(2, 6, chance.integers(1, 4))
+        places.append(query + np.concatenate(([0], np.cumsum(steps))))
+        lengths.append(int(places[-1][-1]) + 1)
+    total = sum(lengths)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, multi_item_delimiter_indices=[torch.tensor(one) for one in places],
+        extend_prefix_lens_cpu=[0] * len(places), extend_seq_lens_cpu=lengths, input_ids=torch.zeros(total, dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+    )
+    params = FlashInferAttnBackend._process_multi_item_scoring(SimpleNamespace(enable_mis=True), batch)
+    queries, items, longest, positions = placed(places, lengths)
+    assert params.prefix_len_ptr.tolist() == queries.tolist() and params.token_pos_in_items_len == items.shape[1]
+    assert params.token_pos_in_items_ptr.tolist() == items.reshape(-1).tolist()
+    assert params.max_item_len_ptr.tolist() == longest.tolist()
+    assert batch.positions.clamp(min=0).tolist() == positions.tolist()
+
+    # Each value is the place at which it was read.
+    states = torch.arange(total, dtype=torch.float32)[:, None]
+    ends = np.split(np.arange(total), np.cumsum(lengths)[:-1])
+    rows = [[float(mine[place - 1]) for place in one[1:]] for mine, one in zip(ends, places)]
+    found = pool_at_delimiter_positions(states, batch, torch.device("cpu"))
+    assert [values[1:, 0].tolist() for values in found] == rows
+    metadata = SimpleNamespace(
+        extend_seq_lens_cpu=lengths, token_ids_logprobs=[[0, 1]] * len(places), extend_return_top_logprob=False,
+        extend_token_ids_logprob=True, extend_logprob_pruned_lens_cpu=None, mm_input_embeds=None,
+    )
+    head = SimpleNamespace(_get_logits=lambda hidden, *_: torch.cat((hidden / 100, torch.zeros_like(hidden)), 1))
+    answer = LogitsProcessor.compute_logprobs_for_multi_item_scoring(
+        head, batch.input_ids, states, None, metadata, batch.multi_item_delimiter_indices
+    )
+    for values, expected in zip(answer.input_token_ids_logprobs_val, rows):
+        difference = [round(100 * float(one[0] - one[1])) for one in values[1:]]
+        assert difference == expected, (difference, expected)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.every_version
+def test_the_installed_sglang_reads_each_row_of_a_sequence_without_a_query_at_its_end() -> None:
+    status, said = run_code(WITHOUT_A_QUERY)
+    assert status == 0, said

@@ -71,13 +71,18 @@ def place_items_on_the_host(backend: Any) -> None:
     original = backend._process_multi_item_scoring
     params: Any = sys.modules[backend.__module__].MultiItemScoringParams
 
+    def on_the_gpu(self: Any, batch: Any) -> Any:
+        found = original(self, batch)
+        batch.positions.clamp_(min=0)  # as in `placed`
+        return found
+
     def process(self: Any, batch: Any) -> Any:
         indices, lengths = batch.multi_item_delimiter_indices, batch.extend_seq_lens_cpu
         prefixes = batch.extend_prefix_lens_cpu
         if indices is None or lengths is None or prefixes is None or len(lengths) != len(indices) or any(prefixes):
-            return original(self, batch)
+            return on_the_gpu(self, batch)
         if not all(map(len, indices)) or sum(lengths) != batch.positions.shape[0]:
-            return original(self, batch)
+            return on_the_gpu(self, batch)
         queries, items, longest, positions = placed([index.numpy() for index in indices], list(lengths))
         device = batch.positions.device
 
@@ -108,7 +113,8 @@ def placed(
 
     Returns the query's length of each sequence, uint32; from the first delimiter on how far each token is from the delimiter
     before it, uint16 [sequences, longest such part], 0 beyond the end; the largest of those of each sequence, uint16; and the
-    position of every token of all sequences, int64, which begins again after the query for each item.
+    position of every token of all sequences, int64, which begins again after the query for each item. A delimiter has the
+    position before that: without a query it would be -1, for which rotary embeddings have no entry, and is 0.
     """
     firsts = np.array([int(places[0]) for places in delimiters])
     items = np.zeros((len(lengths), int((np.array(lengths) - firsts).max())), np.uint16)
@@ -122,6 +128,6 @@ def placed(
         items[i, : length - first] = within
         longest[i] = within.max()
         positions[start : start + first] = np.arange(first)
-        positions[start + first : start + length] = first + within - 1
+        positions[start + first : start + length] = np.maximum(first + within - 1, 0)
         start += length
     return firsts.astype(np.uint32), items, longest, positions
