@@ -95,8 +95,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operations: list[Literal["score", "embed", "logprobs", "generate"]] = []
     #: workers that this pool starts itself; 0: only external workers
     workers: int = 1
-    #: items that share a query are scored in one sequence (SGLang's multi-item scoring) where that takes less time; "auto": if
-    #: engine, model and device allow it; "on": workers that cannot do it do not start; "off": never
+    #: items that share a query, and rows that share none, are scored in one sequence (SGLang's multi-item scoring) where that
+    #: takes less time; "auto": if engine, model and device allow it; "on": workers that cannot do it do not start; "off": never
     packing: Literal["auto", "on", "off"] = "auto"
     #: without packing, a query of so many tokens or more that rows share is computed once, ahead of them, and kept in SGLang's
     #: radix cache; none: each row computes its query

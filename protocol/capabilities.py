@@ -29,9 +29,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     tokens, that is accepted. `labels`: columns of a classifier's scores (0 for causal). `hidden`: size of pooled hidden
     states, or of those of generated tokens (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one
     batch; `inflight_*`: bound on the sum of all batches at this worker. A single row may exceed `batch_tokens`, never
-    `inflight_tokens`. `max_item` more than 0: where a batch says so, the worker packs its rows, that is, joins rows of one
-    query into sequences (`packing.py`), with no longer item. `packed_pace`, `packed_fixed_ms`: as `pace` and `fixed_ms`, of
-    such batches.
+    `inflight_tokens`. `max_item` more than 0: where a batch says so, the worker packs its rows, that is, joins them into
+    sequences (`packing.py`), with no longer item. `packed_pace`, `packed_fixed_ms`: as `pace` and `fixed_ms`, of such batches.
     `pace`: tokens that the engine computes in `forward_ms` milliseconds, the time for which a request of high priority may be
     kept waiting by one forward of others (0: no matter); batches are filled and put in flight accordingly. Both are measured
     and may differ between workers of a group. The coordinator begins with this pace, and learns from the batches. `fixed_ms`:

@@ -12,8 +12,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
         dtype on a GPU, and float32 on a CPU.
     operations: what the engine is for: `generate`, rows, or both; (): the rows that its model answers.
-    packing: whether it can join rows of one query into sequences, by SGLang's multi-item scoring: "auto": if engine, model and
-        device allow it; "on": it does not start where they do not.
+    packing: whether it can join rows into sequences, by SGLang's multi-item scoring: "auto": if engine, model and device allow
+        it; "on": it does not start where they do not.
     cached_query_tokens: a query of so many tokens or more, which rows share, is computed once, ahead of them; none: never.
     options: further settings for the engine, by its own names; those with which a batch could be cut are refused at start.
     max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.

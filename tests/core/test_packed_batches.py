@@ -19,6 +19,7 @@ from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.requests.fitting import refusal
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.packing_choice import TURN
+from enginepool.protocol import packing
 from enginepool.protocol.messages import (
     Batch,
     Capabilities,
@@ -34,11 +35,13 @@ from enginepool.protocol.messages import (
 from enginepool.workers.codec import decode_batch, encode_ids, encode_outcome
 from enginepool.workers.engine import RowBatch
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.packed import packed_cost
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
 from enginepool.workers.texts import TextIds
 from tests.core.machines import CAN, Pool, Sent, config, results, text
 from tests.core.test_sim_engine import work as run
+from tests.sim.packing_bounds import BOUNDS, Bounds, bounded
 
 PACKED = msgspec.structs.replace(CAN, max_item=50)
 
@@ -68,6 +71,25 @@ def paired(*rows: tuple[int, int]) -> ScoreWork:
     lengths = [np.array(queries, np.uint32).tobytes(), np.array(items, np.uint32).tobytes()]
     frames = [np.ones(sum(queries), np.int32).tobytes(), lengths[0], np.ones(sum(items), np.int32).tobytes(), lengths[1]]
     return SCORE.open(Score(1, specs, labels=[1, 2]), frames)
+
+
+def unpackable(*lengths: int) -> ScoreWork:
+    """Rows of these lengths that each have labels of their own."""
+    ids = np.ones(sum(lengths), np.int32)
+    labels = np.tile(np.array([1, 2], np.int32), (len(lengths), 1))
+    specs = [
+        FrameSpec("query", "int32", (0,)),
+        FrameSpec("items", "int32", ids.shape),
+        FrameSpec("item_lengths", "uint32", (len(lengths),)),
+        FrameSpec("labels", "int32", labels.shape),
+    ]
+    return SCORE.open(Score(1, specs), [b"", ids.tobytes(), np.array(lengths, np.uint32).tobytes(), labels.tobytes()])
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are never so short that rows are placed whole."""
+    monkeypatch.setattr(packing, "WHOLE_QUERY", 0)
 
 
 def sizes(**changes: Any) -> Capabilities:
@@ -161,12 +183,14 @@ def test_a_worker_that_does_not_pack_next_to_others_that_do_is_refused_by_that_a
 def test_one_worker_runs_what_can_be_packed_and_what_cannot() -> None:
     pool, client = ready(inflight_rows=100, inflight_tokens=1000)
     assert packs(pool.submit(client, 1, shared(10, 5, 5))) == [True]
-    assert packs(pool.submit(client, 2, paired((3, 4)))) == [False]
-    assert packs(pool.submit(client, 3, shared(10, 5, item_first=True))) == [False]
-    assert packs(pool.submit(client, 4, shared(0, 5, 5))) == [False], "no query, nothing to share"
-    assert packs(pool.submit(client, 5, shared(3, 0, 5))) == [False], "an empty item"
+    assert packs(pool.submit(client, 2, paired((3, 4)))) == [True]
+    assert packs(pool.submit(client, 3, shared(10, 5, item_first=True))) == [True]
+    assert packs(pool.submit(client, 4, shared(0, 5, 5))) == [True]
+    assert packs(pool.submit(client, 5, paired((3, 0), (0, 4)))) == [True]
+    assert packs(pool.submit(client, 6, shared(3, 0, 5))) == [False], "an empty item behind a query"
+    assert packs(pool.submit(client, 7, unpackable(3, 4))) == [False], "labels of their own"
     pool.finish_all()
-    assert sorted(results(pool.sent)) == [1, 2, 3, 4, 5]
+    assert sorted(results(pool.sent)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_an_engine_that_does_not_pack_gets_plain_batches() -> None:
@@ -175,10 +199,30 @@ def test_an_engine_that_does_not_pack_gets_plain_batches() -> None:
     assert packs(pool.submit(pool.client(), 1, shared(10, 5, 5))) == [False]
 
 
+@pytest.mark.usefixtures("behind")
 @pytest.mark.parametrize(("query", "item", "packed"), [(40, 50, True), (40, 51, False), (48, 50, True), (49, 50, False)])
-def test_the_limits_of_a_packed_row_are_exact(query: int, item: int, packed: bool) -> None:
+def test_the_limits_of_a_row_behind_a_query_are_exact(query: int, item: int, packed: bool) -> None:
     pool, client = ready()
     assert packs(pool.submit(client, 1, shared(query, item))) == [packed]
+
+
+@pytest.mark.parametrize(
+    ("content", "packed"),
+    [
+        (shared(20, 30), True),
+        (shared(20, 31), False),
+        (paired((20, 30), (1, 1)), True),
+        (paired((1, 1), (20, 31)), False),
+        (shared(20, 30, item_first=True), True),
+        (shared(20, 31, item_first=True), False),
+    ],
+)
+def test_the_limits_of_a_whole_row_are_exact(content: ScoreWork, packed: bool) -> None:
+    """It is an item of 50 tokens at most."""
+    pool, client = ready()
+    assert packs(pool.submit(client, 1, content)) == [packed]
+    pool, client = ready(max_item=100, context=52)
+    assert packs(pool.submit(client, 1, content)) == [packed], "two delimiters, too"
 
 
 def test_hidden_states_are_packed() -> None:
@@ -190,7 +234,7 @@ def test_requests_that_waited_for_the_first_worker_are_packed_once_it_is_ready()
     pool = Pool()
     client = pool.client()
     pool.submit(client, 1, shared(10, 5, 5))
-    pool.submit(client, 2, paired((3, 4)))
+    pool.submit(client, 2, unpackable(7))
     pool.worker(can=PACKED)
     assert sorted(packs(pool.batches)) == [False, True]
 
@@ -199,7 +243,7 @@ def test_no_batch_mixes_rows_that_are_packed_with_others() -> None:
     pool, client = ready()
     pool.worker("w", can=PACKED)
     for i in range(1, 9):
-        pool.submit(client, i, shared(10, 5, first=i) if i % 2 else paired((10, 5)))
+        pool.submit(client, i, shared(10, 5, first=i) if i % 2 else unpackable(15))
     pool.finish_all()
     assert sorted(results(pool.sent)) == list(range(1, 9))
 
@@ -208,7 +252,7 @@ def test_no_request_overtakes_a_head_that_does_not_fit() -> None:
     pool, client = ready()
     for i in range(1, 5):
         pool.submit(client, i, shared(40, 20, 20, first=i))
-    assert pool.submit(client, 6, paired((1, 1))) == []
+    assert pool.submit(client, 6, unpackable(2)) == []
     assert pool.submit(client, 7, shared(1, 1)) == []
     order: list[int] = []
     while pool.batches:
@@ -216,14 +260,15 @@ def test_no_request_overtakes_a_head_that_does_not_fit() -> None:
     assert order[:4] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("behind")
 def test_a_head_that_fits_packed_alone_is_sent_once_so_many_wait_that_it_is_packed() -> None:
     """25 tokens are free. It has 30 plain, as one alone is run, and 23 packed."""
     pool = Pool(config(forwards_in_flight=5))
     client, worker = pool.client(), paced(pool, inflight_tokens=200)
     learn(worker.pace, 0.001, 0.0003)
     learn(worker.packed_pace, 0.0115, 0.0001)
-    pool.submit(client, 1, paired((50, 45)))
-    pool.submit(client, 2, paired((40, 40)))
+    pool.submit(client, 1, unpackable(95))
+    pool.submit(client, 2, unpackable(80))
     assert packs(pool.submit(client, 3, shared(10, 5, 5))) == []
     assert packs([sent for id_ in range(4, 10) for sent in pool.submit(client, id_, shared(10, 5, 5))]) == [True]
 
@@ -233,7 +278,7 @@ def test_a_higher_priority_is_next_whether_it_is_packed_or_not() -> None:
     for i in range(1, 5):
         pool.submit(client, i, shared(40, 20, 20, first=i))
     pool.submit(client, 98, shared(40, 20, 20, first=98), priority=1)
-    pool.submit(client, 99, paired((40, 40)), priority=2)
+    pool.submit(client, 99, unpackable(80), priority=2)
     order: list[int] = []
     while pool.batches:
         order += results(pool.finish(pool.batches[0]))
@@ -258,6 +303,7 @@ def answered(pool: Pool, sent: Sent, query: list[int], *items: list[int]) -> lis
     return pool.do(ev.TextTokenized(0, sent.link, answer.task, answer.frames, frames))
 
 
+@pytest.mark.usefixtures("behind")
 @pytest.mark.parametrize("item_first", [False, True])
 def test_text_is_packed_after_the_tokens_that_its_rows_begin_with(item_first: bool) -> None:
     pool, client = ready()
@@ -273,15 +319,17 @@ def test_text_is_packed_after_the_tokens_that_its_rows_begin_with(item_first: bo
     assert results(pool.sent)[1].usage.tokens == 3 * 3 + 4
 
 
-def test_text_whose_rows_begin_with_different_tokens_is_not_packed() -> None:
+def test_text_whose_rows_begin_with_different_tokens_is_packed_whole() -> None:
     pool, client = ready()
     (asked_of,) = pool.submit(client, 1, text("", ["b", "c"]))
-    assert packs(answered(pool, asked_of, [], [4], [5, 6])) == [False]
+    assert packs(answered(pool, asked_of, [], [4], [5, 6])) == [True]
+    assert pool.machine.core.groups["g"].workers["w"].cost == 1 + 2 + 3
 
 
 # --- batches and costs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("behind")
 def test_callers_with_the_same_query_share_it() -> None:
     """Five requests of 40 + 10 ids: plain, two fill a batch; packed, the query counts once."""
     pool = Pool()
@@ -296,6 +344,7 @@ def test_callers_with_the_same_query_share_it() -> None:
     assert sorted(results(pool.sent)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("behind")
 def test_callers_with_other_queries_share_a_batch_and_pay_for_each() -> None:
     pool = Pool()
     client = pool.client()
@@ -324,6 +373,7 @@ def test_a_large_request_is_cut_where_the_sequences_of_a_batch_end() -> None:
     assert np.frombuffer(answer[0].frames[0], np.float32).reshape(10, 2)[:, 0].tolist() == [8.0 * i for i in range(10)]
 
 
+@pytest.mark.usefixtures("behind")
 def test_a_row_that_its_page_makes_too_large_to_be_packed_is_run_plain() -> None:
     """Its sequence weighs up to a page more than its tokens: 15 here, besides two delimiters."""
     pool, client = ready(page=16, batch_tokens=100, inflight_tokens=100)
@@ -357,6 +407,7 @@ def half_of_a_request_in_flight() -> tuple[Pool, bytes, bytes]:
     return pool, client, link
 
 
+@pytest.mark.usefixtures("behind")
 def test_what_is_left_of_a_cut_request_joins_the_packed_batch_of_another() -> None:
     pool, client, _ = half_of_a_request_in_flight()
     pool.submit(client, 2, shared(10, 5, 5), priority=5)
@@ -454,13 +505,13 @@ def test_requests_that_wait_for_a_later_version_count_as_none_that_wait() -> Non
 
 
 def test_requests_that_share_no_batch_with_it_do_not_make_one_request_many() -> None:
-    """Rows with queries of their own wait, and are never packed."""
+    """Rows with labels of their own wait, and are never packed."""
     pool = Pool(config(forwards_in_flight=1))
     client, worker = pool.client(), paced(pool)
     learn(worker.pace, 0.001, 0.0003)
     learn(worker.packed_pace, 0.0115, 0.0001)
     for _ in range(40):
-        pool.submit(client, next(IDS), paired((30, 30)))
+        pool.submit(client, next(IDS), unpackable(60))
     pool.submit(pool.client(), 1, shared(10, 5, 5, 5))
     pool.finish_all()
     assert not any(packs(pool.sent))
@@ -513,7 +564,7 @@ def test_plain_and_packed_batches_teach_only_the_costs_of_their_kind() -> None:
     assert worker.pace is not None and worker.packed_pace is not None
     plain, packed = worker.pace.tokens, worker.packed_pace.tokens
     for i in range(1, 100):
-        pool.submit(client, i, paired((10, 10)))
+        pool.submit(client, i, unpackable(20))
         pool.wait(0.5)
         pool.finish(pool.batches[0], run_s=0.1)
     assert worker.pace.tokens < plain
@@ -572,6 +623,10 @@ class Engines:
         assert isinstance(sent.message, Batch)
         self.pool.batches.remove(sent)
         batch: RowBatch = decode_batch(sent.message, tuple(sent.frames))
+        if batch.packed:
+            worker = self.pool.machine.core.groups["g"].workers[sent.link.decode()]
+            assert worker.capabilities is not None
+            assert worker.batches[sent.message.batch].cost == packed_cost(batch.parts, worker.capabilities)
         scores = run(self.engines[sent.link].score(batch))
         assert scores.forwards == 1
         answer, frames = encode_outcome(sent.message.batch, scores, 0)
@@ -588,15 +643,27 @@ class Engines:
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([45, 60, 100]),
+    st.sampled_from(BOUNDS),
     st.randoms(use_true_random=False),
 )
 def test_packed_or_not_each_row_gets_its_own_score(
-    shapes: list[tuple[str, int, list[int], int]], workers: int, packing: bool, context: int, random: Random
+    shapes: list[tuple[str, int, list[int], int]],
+    workers: int,
+    packs: bool,
+    context: int,
+    bounds: Bounds,
+    random: Random,
 ) -> None:
     """Budgets and order are asserted by `check`; an engine dies of a packed batch that it cannot pack."""
+    with bounded(bounds):
+        can = {f"w{i}": msgspec.structs.replace(PACKED, max_item=50 * packs, context=context) for i in range(workers)}
+        check_scores(shapes, can, random)
+
+
+def check_scores(shapes: list[tuple[str, int, list[int], int]], can: dict[str, Capabilities], random: Random) -> None:
+    """Each row of these requests gets its own score from these workers."""
     pool = Pool(ageing_s=1.0)
     client = pool.client()
-    can = {f"w{i}": msgspec.structs.replace(PACKED, max_item=50 * packing, context=context) for i in range(workers)}
     engines = Engines(pool, can)
     want: dict[int, npt.NDArray[np.float32]] = {}
     got: dict[int, npt.NDArray[np.float32]] = {}
@@ -615,8 +682,8 @@ def test_packed_or_not_each_row_gets_its_own_score(
 def test_a_sim_engine_dies_of_a_packed_batch_that_cannot_be_packed() -> None:
     pool = Pool()
     engines = Engines(pool, {"w": PACKED})
-    content, _ = asked("item_first", 1, [3])
+    content = shared(3, 0, 5)
     batch = decode_batch(Batch((7, 1), [content.part], packed=True), tuple(content.frames))
     engine = engines.engines[b"w"]
-    with pytest.raises(Exception, match="one query, before the items"):
+    with pytest.raises(Exception, match="an item behind a query that packed rows share is empty"):
         run(engine.score(batch))

@@ -125,6 +125,19 @@ class Reference:
             logits = self._reward(self._torch.tensor([row])).logits[0].double()
         return (self._torch.softmax(logits, dim=-1) if softmax else logits).numpy()
 
+    def seeing(
+        self, ids: list[int], sees: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], at: list[int]
+    ) -> tuple[Any, Any]:
+        """(logits of the next token, outputs of the head) at some tokens of a sequence. Each token sees those that `sees` has
+        in its row; one without any sees something wrong."""
+        torch = self._torch
+        mask = torch.zeros(sees.shape).masked_fill(~torch.tensor(sees), torch.finfo(torch.float32).min)[None, None]
+        where = {"attention_mask": mask, "position_ids": torch.tensor(positions)[None]}
+        with torch.no_grad():
+            logits = self._causal(torch.tensor([ids]), **where).logits[0, at]
+            hidden = self._reward.model(torch.tensor([ids]), **where).last_hidden_state[0, at]
+            return logits.double().numpy(), self._reward.score(hidden).double().numpy()
+
     def hidden(self, row: list[int]) -> npt.NDArray[np.float32]:
         with self._torch.no_grad():
             return self._reward.model(self._torch.tensor([row])).last_hidden_state[0, -1].numpy()

@@ -62,17 +62,31 @@ def test_items_that_are_too_long_are_cut_on_the_side_that_was_named(
     assert found.truncated == 2 and set(found.forwards) == {1}
 
 
-def test_rows_that_cannot_be_packed_and_log_probabilities_come_from_the_same_worker(
+def test_rows_behind_a_query_and_whole_ones_and_some_that_cannot_be_packed_come_from_the_same_worker(
     packed_pool: "PackedPool", reference: Reference
 ) -> None:
     chance = random.Random(7)
     query, items, labels = ids(chance, 30), [ids(chance, 5) for _ in range(6)], [5, 9]
     packed = packed_pool.score(query, items, label_token_ids=labels, logprobs=True)
     turned = packed_pool.score(query, items, label_token_ids=labels, logprobs=True, item_first=True)
-    for found, rows in ((packed, [query + item for item in items]), (turned, [item + query for item in items])):
+    plain = packed_pool.score(query, items, label_token_ids=[labels] * 6, logprobs=True)
+    behind, before = [query + item for item in items], [item + query for item in items]
+    for found, rows in ((packed, behind), (turned, before), (plain, behind)):
         expected = [np.log(reference.label_scores(row, labels, False)) for row in rows]
         np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16)
         assert set(found.forwards) == {1}
+
+
+def test_single_rows_of_many_callers_are_packed_and_each_gets_its_own_score(
+    packed_pool: "PackedPool", reference: Reference
+) -> None:
+    chance, labels = random.Random(8), [5, 9]
+    rows = [(ids(chance, chance.randint(1, 20)), ids(chance, chance.randint(1, 10))) for _ in range(150)]
+    answers = packed_pool.score_each([([*query], [item]) for query, item in rows], label_token_ids=labels, logprobs=True)
+    for (query, item), found in zip(rows, answers, strict=True):
+        expected = [np.log(reference.label_scores(query + item, labels, False))]
+        np.testing.assert_allclose(found.scores, expected, rtol=0, atol=2 * BFLOAT16)
+        assert found.forwards == (1,)
 
 
 def test_text_is_packed_and_equal_to_its_tokens(packed_pool: "PackedPool", reference: Reference) -> None:
@@ -104,6 +118,14 @@ class PackedPool:
 
     def score(self, query: Any, items: Any, **options: Any) -> ScoreResult:
         return self._runner.run(self._pool.score(query, items, timeout=START_S, **options))
+
+    def score_each(self, asked: list[tuple[Any, Any]], **options: Any) -> list[ScoreResult]:
+        """The same of calls that wait together."""
+
+        async def all_of_them() -> list[ScoreResult]:
+            return await asyncio.gather(*(self._pool.score(*one, timeout=START_S, **options) for one in asked))
+
+        return self._runner.run(all_of_them())
 
     def close(self) -> None:
         self._runner.run(self._pool.close())

@@ -1,4 +1,4 @@
-"""What FlashInfer is told by the host is what SGLang would have told it from the GPU."""
+"""What FlashInfer is told by the host is what SGLang would have told it from the GPU; packed rows are computed right by it."""
 
 import random
 import sys
@@ -6,9 +6,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 import torch
 
+from enginepool.workers.engine import RowPart
 from enginepool.workers.sglang.patches.attention import bounds_of, place_items_on_the_host, placed, plan_on_the_host
+from enginepool.workers.sglang.score.prompts import packed_prompts
+from tests.engine.reference import Reference
+from tests.engine.test_sglang_scores import part_of
 
 
 class Planner:
@@ -162,3 +168,54 @@ def test_packed_batches_are_placed_and_all_others_left_alone() -> None:
         changed = SimpleNamespace(**({**vars(batch), "positions": torch.arange(8)} | change))
         assert process(changed) == "on the gpu"
         assert changed.positions[:3].tolist() == [0, 1, 2], "not -1"
+
+
+# --- against a direct computation --------------------------------------------------------------------------------------
+
+
+def seen_by_flashinfer(query: int, within: npt.NDArray[np.uint16], length: int) -> npt.NDArray[np.bool_]:
+    """Which tokens of a sequence each of them sees, by the rule of FlashInfer's kernel: a token of the query those before it;
+    another one the query, and as many tokens back as it is from its delimiter, itself included."""
+    token, other = np.arange(length)[:, None], np.arange(length)[None]
+    back = np.concatenate((np.zeros(query, np.int64), within[: length - query].astype(np.int64)))[:, None]
+    behind = (token < query) | (other < query) | (token < other + back)
+    return (other <= token) & behind
+
+
+def random_parts(chance: random.Random) -> list[RowPart]:
+    """Parts whose rows are placed whole, and one behind its query."""
+
+    def ids(most: int) -> list[int]:
+        return [chance.randrange(300) for _ in range(chance.randint(1, most))]
+
+    parts = [part_of([(query, ids(9)) for _ in range(7)], shared=True, labels=(5, 9)) for query in [ids(9) * 10]]
+    for _ in range(8):
+        shared, query = chance.random() < 0.7, ids(9)
+        rows = [(query if shared else ids(9), ids(9)) for _ in range(chance.randint(1, 5))]
+        parts.append(part_of(rows, shared=shared, labels=(5, 9), item_first=chance.random() < 0.3))
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_rows_are_what_each_row_is_alone(reference: Reference, seed: int) -> None:
+    parts = random_parts(random.Random(seed))
+    prompts = packed_prompts(parts, 200, 299)
+    assert prompts.delimiters is not None and {places[0] == 0 for places in prompts.delimiters} == {True, False}
+    queries, within, _, positions = placed([np.array(one) for one in prompts.delimiters], [len(one) for one in prompts.ids])
+    logits: list[Any] = []
+    heads: list[Any] = []
+    start = 0
+    for i, (ids, places) in enumerate(zip(prompts.ids, prompts.delimiters, strict=True)):
+        sees = seen_by_flashinfer(int(queries[i]), within[i], len(ids))
+        assert not sees[:, places].any(), "no token sees a delimiter"
+        # SGLang reads before each delimiter; the first is read at the end of another sequence if there is no query.
+        found = reference.seeing(ids, sees, positions[start : start + len(ids)], [place - 1 for place in places])
+        logits.append([*found[0]])
+        heads.append([*found[1]])
+        start += len(ids)
+    for part, says, outputs in zip(
+        parts, prompts.take_apart(logits, len(parts)), prompts.take_apart(heads, len(parts)), strict=True
+    ):
+        for row, next_token, head in zip(part.prompts(), says, outputs, strict=True):
+            np.testing.assert_allclose(next_token[[5, 9]], reference.logits(row, [5, 9]), atol=2e-5)
+            np.testing.assert_allclose(head, reference.rewards(row, False), atol=2e-5)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from enginepool.protocol import packing
 from enginepool.protocol.messages import Capabilities, Part
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
@@ -19,10 +21,16 @@ from enginepool.workers.sglang.score.scoring import DELIMITER, EngineScoring
 from tests.engine.forked import run_code
 
 
-def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> RowPart:
+def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, **asked: Any) -> RowPart:
     flat = np.array([token for item in items for token in item], np.int32)
     lengths = np.array([len(item) for item in items], np.uint32)
-    return RowPart(np.array(query, np.int32), flat, lengths, asked=Part([], list(labels), softmax, logprobs=logprobs))
+    return RowPart(np.array(query, np.int32), flat, lengths, asked=Part([], list(labels), softmax, **asked))
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are never so short that rows are placed whole."""
+    monkeypatch.setattr(packing, "WHOLE_QUERY", 0)
 
 
 class Request(SimpleNamespace):
@@ -39,6 +47,7 @@ TYPES = SimpleNamespace(GenerateReqInput=Request, EmbeddingReqInput=Request)
 D = DELIMITER
 
 
+@pytest.mark.usefixtures("behind")
 def test_a_request_is_what_sglangs_own_multi_item_scoring_makes() -> None:
     """Two callers with one query and other labels, and one with another query."""
     parts = [part([1, 2], [[3], [4, 5]], 8, 9), part([6], [[7]], 8), part([1, 2], [[3]], 9, 10)]
@@ -52,6 +61,22 @@ def test_a_request_is_what_sglangs_own_multi_item_scoring_makes() -> None:
     assert len({len(rid) for rid in request.rid}) == 1 and len(set(request.rid)) == 2
 
 
+def test_rows_that_share_no_query_are_one_request_for_each_set_of_labels() -> None:
+    """The item first; a query of their own; a short query, which the next part has, too; and other labels."""
+    own = part([1, 2, 3], [[4], [5, 6]], 8, 9)
+    own = replace(own, query_lengths=np.array([1, 2], np.uint32))
+    parts = [part([1], [[3]], 8, 9, item_first=True), own, part([7], [[6]], 8, 9), part([7], [[5]], 8, 9), part([], [[2]], 8)]
+    prompts = packed_prompts(parts, 100, D)
+    request = LabelScores().request(TYPES, prompts, 0, False)
+    assert request.input_ids == [[D, 3, 1, D, 1, 4, D, 2, 3, 5, 6, D, 7, 6, D], [7, D, 5, D], [D, 2, D]]
+    assert request.multi_item_delimiter_indices == [[0, 3, 6, 11, 14], [1, 3], [0, 2]]
+    assert request.token_ids_logprob == [[8, 9], [8, 9], [8]]
+    assert prompts.take_apart([["first", "a", "b", "c", "d"], ["first", "e"], ["first", "f"]], 5) == [
+        ["a"], ["b", "c"], ["d"], ["e"], ["f"],
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("behind")
 def test_a_request_for_a_head_carries_its_priority_in_each_sequence() -> None:
     prompts = packed_prompts([part([1], [[3]]), part([2], [[3]])], 100, D)
     request = HeadScores().request(TYPES, prompts, -3, hidden=True)
@@ -82,6 +107,7 @@ def at(**probabilities: float) -> list[tuple[float, int, None]]:
     return [(float(np.log(p)), int(label[1:]), None) for label, p in probabilities.items()]
 
 
+@pytest.mark.usefixtures("behind")
 def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped() -> None:
     parts = [part([1], [[3], [4]], 8, 9), part([1], [[5]], 9, 10, softmax=True), part([2], [[6]], 8)]
     answers: list[dict[str, Any]] = [
@@ -132,6 +158,7 @@ class Tensor:
         return self.values
 
 
+@pytest.mark.usefixtures("behind")
 def test_heads_and_hidden_states_are_read_at_the_delimiters_behind_items() -> None:
     parts = [part([1], [[3], [4]]), part([1], [[5]], softmax=True)]
     answers: list[dict[str, Any]] = [
@@ -233,6 +260,7 @@ def test_queries_of_an_encoder_are_not_cached(config: dict[str, Any]) -> None:
 
 REAL = """
 import numpy as np
+from enginepool.protocol import packing
 from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
 from sglang.srt.managers import io_struct
 from enginepool.protocol.messages import Part
@@ -246,6 +274,7 @@ def part(query, *labels):
     return RowPart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), lengths, asked=asked)
 
 assert DELIMITER == MIS_DELIMITER_TOKEN_ID
+packing.WHOLE_QUERY = 0
 prompts = packed_prompts([part([1, 2], 7, 8), part([6], 9)], 100, DELIMITER)
 for operation in (LabelScores(), HeadScores()):
     request = operation.request(io_struct, prompts, 5, True)
@@ -261,6 +290,13 @@ for operation in (LabelScores(), HeadScores()):
         assert first.sampling_params["max_new_tokens"] == 0
     else:
         assert first.return_pooled_hidden_states is True
+packing.WHOLE_QUERY = 256
+prompts = packed_prompts([part([1, 2]), part([6])], 100, DELIMITER)
+request = HeadScores().request(io_struct, prompts, 5, True)
+assert request.batch_size == 1 and not request.is_single
+d = DELIMITER
+assert request[0].input_ids == [d, 1, 2, 3, d, 1, 2, 4, 5, d, 6, 3, d, 6, 4, 5, d]
+assert request[0].multi_item_delimiter_indices == [0, 4, 9, 12, 16]
 """
 
 

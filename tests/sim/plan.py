@@ -14,6 +14,7 @@ from tests.sim.commands import SimCommand
 from tests.sim.generating import ADAPTERS, GenerationMix
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, keep_generations, make_offer
+from tests.sim.packing_bounds import BOUNDS, USUAL
 from tests.sim.sleeping import some_wish
 from tests.sim.traffic import SEPARATOR, TOKEN_BYTES, Mix
 
@@ -140,6 +141,7 @@ class Plan:
         self.drain_early = random.random() < 0.1
         self.unusable = 0.1 if self.retires and random.random() < 0.5 else 0.0
         # Drawn from another source, so that a seed means the same with and without it.
+        self.packing = USUAL
         if packed is not None:
             self._pack(packed)
         #: who publishes what; which faults strike when a transaction enters a phase; how often a call wants later weights
@@ -392,6 +394,7 @@ class Plan:
                     cached_query=random.choice((1, 4, 12)),
                     cached_tokens=tokens,
                 )
+        self.packing = random.choice(BOUNDS)
 
     def _publish(self, random: Random) -> None:
         """Let weights be updated while all this goes on. Nothing else changes weights then."""

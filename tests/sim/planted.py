@@ -61,6 +61,8 @@ SHOWN_BY = {
     "a_version_is_unloaded_while_sequences_use_it": 11,
     "a_successor_forgets_what_sleeps": 51,
     "a_paused_group_begins_what_comes": 14,
+    "lanes_are_not_built_anew_where_more_can_be_packed": 54,
+    "whole_rows_of_other_labels_are_believed_to_share_a_sequence": 26,
 }
 
 

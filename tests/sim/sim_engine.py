@@ -11,7 +11,7 @@ from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize
 from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
 from enginepool.protocol.messages.control import Command, Commanded, MemoryTag
-from enginepool.protocol.packing import sequences
+from enginepool.protocol.packing import Packable, cheap_to_repeat, sequences
 from enginepool.workers.codec import encode_ids, encode_texts, failed
 from enginepool.workers.engine_weights import LOST_WEIGHTS
 from enginepool.workers.events import (
@@ -189,7 +189,7 @@ class SimEngine:
         self.must_be_awake(who)
         lengths = [len(prompt) // 4 for prompts in task.prompts for prompt in prompts]
         task.rows = len(lengths)
-        task.weight = _packed_weight(run, can) if run.batch.packed else sum(lengths) + task.rows * (can.page - 1)
+        task.weight = _packed_weight(task, can) if run.batch.packed else sum(lengths) + task.rows * (can.page - 1)
         assert run.batch.batch not in self.inside, f"{who} runs twice"
         operations = {part.operation for part in run.batch.parts}
         assert len(operations) == 1 and operations <= {*can.operations}, f"{who}: of {operations}"
@@ -443,25 +443,37 @@ def _most(run: RunBatch, can: Capabilities) -> int:
     return can.cached_tokens if shared and 0 < can.cached_query <= len(run.frames[0]) // 4 else can.batch_tokens
 
 
-def _packed_weight(run: RunBatch, can: Capabilities) -> int:
+def _packed_weight(task: "Task", can: Capabilities) -> int:
     """What the sequences of a packed batch weigh. An engine would die of anything else than what can be joined."""
+    run = task.run
     assert can.packs, run.batch
-    parts: list[tuple[bytes, int, list[int]]] = []
+    parts: list[Packable] = []
     at = 0
-    for part in run.batch.parts:
+    for part, prompts in zip(run.batch.parts, task.prompts, strict=True):
         frames = run.frames[at : at + len(part.frames)]
         at += len(part.frames)
-        assert [spec.name for spec in part.frames] == ["query", "items", "item_lengths"], part.frames
-        assert not part.item_first, part
-        query, lengths = bytes(frames[0]), array("I", bytes(frames[-1])).tolist()
-        assert query and min(lengths) > 0, f"nothing to share, or nothing to score: {len(query)} bytes, {lengths}"
-        assert max(lengths) <= can.max_item, lengths
-        parts.append((query, len(query) // 4, lengths))
+        assert part.frames[-1].name == "item_lengths", part.frames
+        shares = len(frames) == 3 and len(frames[0]) > 0 and not part.item_first
+        query = bytes(frames[0]) if shares else b""
+        rows = [len(prompt) // 4 for prompt in prompts]
+        items = array("I", bytes(frames[-1])).tolist() if shares else rows
+        assert min(items) > 0, f"nothing to score: {len(query)} bytes, {items}"
+        tokens = len(query) // 4
+        assert max(rows if cheap_to_repeat(tokens, 1) else items) <= can.max_item, (tokens, items)
+        parts.append(Packable(query, tokens, items, tuple(part.labels)))
     assert can.hidden or not run.batch.parts[0].hidden
     weight = 0
-    for runs in sequences(parts, can.context):
-        length = parts[runs[0][0]][1] + 1 + sum(n + 1 for p, first, end in runs for n in parts[p][2][first:end])
+    for whole, runs in sequences(parts, can.context):
+        first = parts[runs[0][0]]
+        head = 0 if whole else first.tokens
+        length = (
+            head
+            + 1
+            + sum(n + 1 + (parts[p].tokens if whole else 0) for p, start, end in runs for n in parts[p].items[start:end])
+        )
         assert length <= can.context, f"a sequence of {length} tokens"
+        same = {parts[p].labels if whole else parts[p].query for p, _, _ in runs}
+        assert len(same) == 1, f"a sequence of several queries, or whole rows of several labels: {same}"
         weight += length + can.page - 1
     return weight
 

@@ -28,6 +28,7 @@ from tests.sim.generating import generate_instead
 from tests.sim.network import Network
 from tests.sim.offers import Offer
 from tests.sim.oracle import Oracle, Weights
+from tests.sim.packing_bounds import bounded
 from tests.sim.plan import Plan
 from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
@@ -485,7 +486,7 @@ def simulate(
     if talks is not None:
         simulation.talk(talks)
     try:
-        with short_blocks() if talking else nullcontext():
+        with short_blocks() if talking else nullcontext(), bounded(plan.packing):
             return simulation.run()
     except Exception as error:
         recent = "\n".join(line(*entry) for entry in simulation.world.recent)

@@ -37,7 +37,7 @@ from enginepool.coordinator.scheduling.lanes import Lane, QueueLevel
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, Part, TaskId, Tokenize, Welcome
 from enginepool.protocol.messages.control import Command, Commanded, ControlReport
-from enginepool.protocol.packing import Packing
+from enginepool.protocol.packing import Fit, Packable, Packing
 from enginepool.workers.events import EndProcess, Exit, SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
@@ -210,11 +210,20 @@ def packed_batches_do_not_say_so(patch: pytest.MonkeyPatch) -> None:
 def a_query_is_counted_once_too_rarely(patch: pytest.MonkeyPatch) -> None:
     real = Packing.weigh
 
-    def weigh(self: Packing, query: Any, query_tokens: int, items: Any, *bounds: Any) -> tuple[int, int, int]:
-        rows, cost, length = real(self, query, query_tokens, items, *bounds)
-        return rows, cost - query_tokens if rows else 0, length
+    def weigh(self: Packing, rows: Packable, *bounds: Any) -> Fit:
+        fit = real(self, rows, *bounds)
+        return fit._replace(cost=fit.cost - rows.tokens) if fit.rows else fit
 
     patch.setattr(Packing, "weigh", weigh)
+
+
+def whole_rows_of_other_labels_are_believed_to_share_a_sequence(patch: pytest.MonkeyPatch) -> None:
+    real = row_cuts.packable
+
+    def packable(request: Request, start: int, end: int) -> Packable:
+        return real(request, start, end)._replace(labels=())
+
+    patch.setattr(row_cuts, "packable", packable)
 
 
 def every_query_is_believed_to_be_computed_once(patch: pytest.MonkeyPatch) -> None:
@@ -477,6 +486,7 @@ def test_a_bug_planted_in_a_planned_stop_is_found(mutate: Mutate, monkeypatch: p
         everything_is_packed,
         packed_batches_do_not_say_so,
         a_query_is_counted_once_too_rarely,
+        whole_rows_of_other_labels_are_believed_to_share_a_sequence,
         every_query_is_believed_to_be_computed_once,
     ],
 )

@@ -7,7 +7,7 @@ it is. A request that was interrupted runs again. The operation answers these qu
     open             is the message a valid request, and what does it weigh?
     refuse           can a worker of these capabilities serve it?
     impossible       does a worker say of itself what cannot be?
-    packs            can its rows be packed, joined into sequences that begin with the query?
+    packs            can its rows be packed, joined into sequences?
     outputs          which frames does its answer have? Memory is charged by them, and a worker's answer is checked by them.
     tokenize         what is a worker asked that turns its text into ids?
 

@@ -15,6 +15,7 @@ from enginepool.protocol.chat import MAX_CHAT_BYTES, MAX_TEMPLATE_TOKENS, ChatTe
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import LEAST_TEMPERATURE, MAX_TEMPERATURE, Capabilities, Part, Score, TaskId, Tokenize
+from enginepool.protocol.packing import cheap_to_repeat
 from enginepool.protocol.ragged import ITEMS, MAX_TOKENS, PAIRED, SHARED, bad, read_rows
 from enginepool.protocol.row_labels import LABELS_FRAME, check_row_labels
 
@@ -107,12 +108,13 @@ class ScoreOperation(Operation[ScoreWork]):
         return refuse_length(work, can)
 
     def packs(self, work: ScoreWork, can: Capabilities) -> bool:
-        """A row has a sequence of its own at worst: two delimiters."""
+        """A row has a sequence of its own at worst: two delimiters. Whole rows are items."""
+        query = 0 if cheap_to_repeat(work.shared, 1) else work.shared
         return (
             can.packs
-            and work.shared > 0
             and not work.row_labels
-            and work.longest - work.shared <= can.max_item
+            and (work.shared > 0 or not _has_empty_item(work))
+            and work.longest - query <= can.max_item
             and work.longest + 2 <= longest_row(can)
         )
 
@@ -131,6 +133,11 @@ class ScoreOperation(Operation[ScoreWork]):
         frames = work.part.frames if work.of_text else []
         labels, share = list(work.label_texts), self.shares and work.of_text
         return Tokenize(task, frames, work.part.item_first, work.raw, labels=labels, chat=work.chat, share=share)
+
+
+def _has_empty_item(work: ScoreWork) -> bool:
+    """Whether that is why rows behind one query share none."""
+    return len(work.frames) == 3 and len(work.frames[0]) > 0 and not work.part.item_first
 
 
 def _check_labels(message: Score) -> int:

@@ -5,9 +5,9 @@ weighs more than its tokens. A larger one is cut, in row order, into as few batc
 workers, and forwards that follow each other, gain nothing by a small last one. Where another request opens a batch, the next
 rows of one that was cut already fill what is left. A row that alone is over the budget makes a batch of its own. In a plain
 batch every row is computed from its first token. In a packed one a row adds to the sequences of its batch, so there the query
-of one caller is free for the next one that has the same; `packing_choice` says which of the two a batch is. A worker that keeps
-long queries computes such a query once as well, but may have to compute it again: there rows count in full, and a batch of one
-request with such a query may weigh more than others.
+of one caller may be free for the next one that has it, too; `packing_choice` says which of the two a batch is. A worker that
+keeps long queries computes such a query once as well, but may have to compute it again: there rows count in full, and a batch
+of one request with such a query may weigh more than others.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -29,7 +29,7 @@ from enginepool.coordinator.scheduling.batch_limits import (
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.coordinator.scheduling.packing_choice import pack
 from enginepool.coordinator.scheduling.queue import Queue
-from enginepool.coordinator.scheduling.row_cuts import cut_next, cut_rest, pack_rows, query_of, take
+from enginepool.coordinator.scheduling.row_cuts import cut_next, cut_rest, pack_rows, take
 from enginepool.protocol.packing import Packing
 
 
@@ -178,7 +178,8 @@ def _fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], work
         follows = bool(slices and request.next)
         limit = room_at_pace(pace, most, slices[0][0], request) if follows else room
         bounds = (most_tokens - packing.cost, each, limit - weight)
-        stop, cost, length = pack_rows(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
+        found, fit = pack_rows(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
+        stop, cost = start + fit.rows, fit.cost
         weighs = cost + (stop - start) * each
         charged = max(weighs, (stop - start) * row_share(can))
         header += header_bytes(request.work)
@@ -196,7 +197,7 @@ def _fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], work
             if cost > free_tokens or stop - start > free_rows:
                 return None
             most_tokens, most_rows = min(free_tokens, most_tokens), min(free_rows, can.batch_rows)
-        packing.place(query_of(request), cost, length)
+        packing.place(found, fit)
         slices.append((request, start, stop))
         rows += stop - start
         take(core, slices[-1])

@@ -1,9 +1,9 @@
 """Whether the next batch of a worker is packed: what costs less time for each request, as was learned from its batches. Pure.
 
-A packed forward computes a query once and has one prompt for many rows, and its attention keeps items apart, which costs more
-for each token. So which kind is faster depends on the rows and on how many wait. Both cost models are learned from the batches
-of their kind alone. A model that is never asked again could stay wrong: so the other kind has a turn now and then,
-the less often the slower it is.
+A packed forward computes a long query once and has one prompt for many rows, also of many requests, and its attention keeps
+items apart, which costs more for each token. So which kind is faster depends on the rows and on how many wait. Both cost models
+are learned from the batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a
+turn now and then, the less often the slower it is.
 """
 
 from enginepool.coordinator.core.request import Request
@@ -11,6 +11,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.packing import JOINED, cheap_to_repeat
 
 #: The slower kind has one of so many batches, times the ratio of the two times.
 TURN = 64
@@ -33,12 +34,13 @@ def pack(lane: Lane[Request], worker: Worker) -> bool:
 
 
 def packed_tokens(request: Request, can: Capabilities) -> int:
-    """What the rows of a request weigh as sequences of their own."""
+    """What the rows of a request weigh in a batch that has no other."""
     work = request.work
-    items = work.tokens - work.rows * work.shared + work.rows
-    query = work.shared + 1
-    sequences = -(-items // max(1, can.context - query))
-    return items + sequences * (query + can.page - 1)
+    whole = cheap_to_repeat(work.shared, work.rows)
+    query, longest = (0, min(can.context, JOINED)) if whole else (work.shared, can.context)
+    items = work.tokens - work.rows * query + work.rows
+    sequences = -(-items // max(1, longest - query - 1))
+    return items + sequences * (query + can.page)
 
 
 def _seconds(model: ForwardCostModel, tokens: int, rows: int, waiting: int) -> float:

@@ -3,13 +3,12 @@
 from math import inf
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request import Request, Slice
 from enginepool.coordinator.core.request_state import RUNNING
 from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.batch_limits import computed_once, even, heaviest, most_of
-from enginepool.protocol.packing import Packing
+from enginepool.protocol.packing import Fit, Packable, Packing
 from enginepool.protocol.ragged import row_lengths
 
 
@@ -66,22 +65,25 @@ def pack_rows(
     bounds: tuple[int, float, float],
     *,
     follows: bool = False,
-) -> tuple[int, int, int]:
-    """(end, cost, length) of the rows from `start` on that fit within `bounds`: (tokens, weight of a row besides its tokens,
-    weight of all). At least one row, unless the request `follows` another one in the batch."""
+) -> tuple[Packable, Fit]:
+    """The rows from `start` on that fit within `bounds`: (tokens, weight of a row besides its tokens, weight of all). At least
+    one row, unless the request `follows` another one in the batch."""
+    found = packable(request, start, min(end, start + rows))
+    fit = packing.weigh(found, *bounds)
+    if 0 < fit.rows < end - start and not follows:
+        fit = packing.weigh(found._replace(items=found.items[: even(end - start, fit.rows)]), *bounds)
+    if not fit.rows and not follows:
+        fit = packing.weigh(found._replace(items=found.items[:1]), request.work.longest + 2 + packing.page)
+    return found, fit
+
+
+def packable(request: Request, start: int, end: int) -> Packable:
+    """Rows `start` to `end` of a request as the rule of packing takes them."""
     work = request.work
-    items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
-    query = query_of(request)
-    count, cost, length = packing.weigh(query, work.shared, items, *bounds)
-    if 0 < count < end - start and not follows:
-        count, cost, length = packing.weigh(query, work.shared, items[: even(end - start, count)], *bounds)
-    if not count and not follows:
-        count, cost, length = packing.weigh(query, work.shared, items[:1], work.longest + 2 + packing.page)
-    return start + count, cost, length
-
-
-def query_of(request: Request) -> Buffer:
-    return request.work.frames[0]
+    labels = tuple(work.part.labels)
+    if not work.shared:
+        return Packable(b"", 0, row_lengths(work.frames, start, end), labels)
+    return Packable(work.frames[0], work.shared, memoryview(work.frames[-1]).cast("I")[start:end], labels)
 
 
 def take(core: Context, slice_: Slice) -> None:

@@ -1,22 +1,17 @@
-"""What SGLang computes for a batch: a prompt for each row, or for each sequence of rows that share a query. Pure.
+"""What SGLang computes for a batch: a prompt for each row, or for each sequence of packed rows. Pure.
 
 A query that rows share is computed once in two ways: packed, as the beginning of a sequence (here); or ahead of the rows, each
 of which then begins with what is cached (`prefix_cache.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from enginepool.protocol.packing import sequences
-from enginepool.workers.engine import EngineError, Ids, RowPart
-from enginepool.workers.packed import described
-
-Runs = list[tuple[int, int, int]]
+from enginepool.protocol.packing import Runs, sequences
+from enginepool.workers.engine import EngineError, RowPart
+from enginepool.workers.packed import packable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Prompts:
             for entries, delimiters in zip(answers, self.delimiters, strict=True):
                 if len(entries) != len(delimiters):
                     raise EngineError(f"the engine answered {len(entries)} of {len(delimiters)} delimiters")
-                rows.append(entries[1:])  # the first delimiter, after the query, says nothing
+                rows.append(entries[1:])  # the delimiter before the first item says nothing
         found: list[list[Any]] = [[] for _ in range(parts)]
         for runs, entries in zip(self.runs, rows, strict=True):
             at = 0
@@ -82,23 +77,24 @@ def plain_prompts(parts: Sequence[RowPart]) -> Prompts:
 
 
 def packed_prompts(parts: Sequence[RowPart], context: int, delimiter: int) -> Prompts:
-    """`query <d> item <d> … <d>` for each sequence; no row sees `delimiter`, the token id that stands between items."""
-    starts = [np.concatenate(([0], np.cumsum(part.item_lengths, dtype=np.int64))) for part in parts]
-    made = sequences(map(described, parts), context)
-    joined = [_joined([(parts[part], starts[part], first, end) for part, first, end in runs], delimiter) for runs in made]
-    labels = [list(dict.fromkeys(label for part, _, _ in runs for label in parts[part].asked.labels)) for runs in made]
-    return Prompts([ids for ids, _ in joined], labels, made, [places for _, places in joined])
-
-
-def _joined(pieces: list[tuple[RowPart, npt.NDArray[np.int64], int, int]], delimiter: int) -> tuple[list[int], list[int]]:
-    """(token ids, places of the delimiters) of a sequence."""
-    query = pieces[0][0].query
-    lengths = np.concatenate([part.item_lengths[first:end] for part, _, first, end in pieces]).astype(np.int64)
-    delimiters = query.size + np.concatenate(([0], np.cumsum(lengths + 1)))
-    ids: Ids = np.full(int(delimiters[-1]) + 1, delimiter, np.int32)
-    ids[: query.size] = query
-    of_items = np.ones(ids.size, np.bool_)
-    of_items[: query.size] = False
-    of_items[delimiters] = False
-    ids[of_items] = np.concatenate([part.items[starts[first] : starts[end]] for part, starts, first, end in pieces])
-    return ids.tolist(), delimiters.tolist()
+    """`query <d> item <d> … <d>` or `<d> row <d> … <d>` for each sequence; no row sees `delimiter`, the token id that stands
+    between items."""
+    delimiters: list[list[int]] = []
+    found = Prompts([], [], [], delimiters)
+    items: dict[int, list[list[int]]] = {}
+    for whole, runs in sequences(map(packable, parts), context):
+        query: list[int] = [] if whole else parts[runs[0][0]].query.tolist()
+        ids, places = [*query, delimiter], [len(query)]
+        for part, first, end in runs:
+            if part not in items:
+                rows = parts[part]
+                items[part] = (rows if whole else replace(rows, query=rows.query[:0])).prompts()
+            for item in items[part][first:end]:
+                ids += item
+                places.append(len(ids))
+                ids.append(delimiter)
+        found.ids.append(ids)
+        found.labels.append(list(dict.fromkeys(label for part, _, _ in runs for label in parts[part].asked.labels)))
+        found.runs.append(runs)
+        delimiters.append(places)
+    return found

@@ -162,8 +162,8 @@ def _made_up(capabilities: Capabilities, operation: RowOperation, rows: int, len
 
 
 def _sequences(capabilities: Capabilities, operation: RowOperation, rows: int, length: int, seed: int = 0) -> list[RowPart]:
-    """As many sequences of `length` tokens, one after the other."""
-    # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
+    """As many rows of one part each, which take `length` tokens in a sequence of their own. Short ones share sequences."""
+    # Queries that differ, so that rows are placed whole; a context that holds no row at all has been refused by now.
     ids = (np.arange(max(rows, length), dtype=np.int32) + seed) % capabilities.vocab
     item = max(1, length - 3)
     return [RowPart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), asked=operation.trial()) for i in range(rows)]
@@ -176,7 +176,7 @@ def _long_query(capabilities: Capabilities, operation: RowOperation) -> RowPart:
 
 
 def _short_rows(capabilities: Capabilities, operation: RowOperation) -> list[RowPart]:
-    """As many packed rows of one token as may be in flight."""
+    """As many packed rows of one token behind a query as may be in flight."""
     rows = max(1, min(capabilities.inflight_rows, capabilities.inflight_tokens // (4 + capabilities.page)))
     query, items = np.zeros(1, np.int32), np.zeros(rows, np.int32)
     return [RowPart(query, items, np.ones(rows, np.uint32), asked=operation.trial())]
