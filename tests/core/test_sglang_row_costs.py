@@ -1,14 +1,51 @@
 """What is changed in SGLang so that a row costs it less, on classes that stand for SGLang's."""
 
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
 from enginepool.workers.sglang.patches.row_results import free_rows_together
+from enginepool.workers.sglang.patches.scheduler import gather_labels_without_waiting
+
+
+class Processor:
+    """Its module, which is this one, has the functions that pick labels."""
+
+
+@pytest.fixture
+def picking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for SGLang's module."""
+    names = "get_token_ids_logprobs", "get_token_ids_logprobs_batch_optimized", "get_token_ids_logprobs_raw"
+    module = sys.modules[__name__]
+
+    def pick(*_: object) -> str:
+        return "SGLang's own"
+
+    for name in names:
+        monkeypatch.setattr(module, name, pick, raising=False)
+    gather_labels_without_waiting(Processor, Processor)
+    return module
+
+
+def test_the_labels_of_all_rows_are_picked_at_once_and_a_row_without_labels_has_none(picking: Any) -> None:
+    logprobs = torch.arange(4 * 10, dtype=torch.float32).view(4, 10)
+    wanted = [[3, 9], None, [5], []]
+    for found, labels in (
+        picking.get_token_ids_logprobs_batch_optimized(logprobs, wanted),
+        picking.get_token_ids_logprobs(logprobs, wanted, no_copy_to_cpu=True),
+    ):
+        assert [values.tolist() for values in found] == [[3, 9], [], [25], []]
+        assert labels == [[3, 9], [], [5], []]
+
+
+def test_labels_that_are_wanted_as_lists_are_picked_by_sglang(picking: Any) -> None:
+    assert picking.get_token_ids_logprobs(torch.zeros(1, 10), [[3]]) == "SGLang's own"
 
 
 class Sampling(msgspec.Struct):

@@ -6,6 +6,30 @@ from tests.engine.forked import run_code
 
 pytestmark = [pytest.mark.engine, pytest.mark.every_version]
 
+LABELS = """
+import torch
+from sglang.srt.layers import logits_processor, logprob_processor
+from enginepool.workers.sglang.patches.scheduler import gather_labels_without_waiting
+
+def picked():
+    logits = torch.arange(24.0).view(3, 8).sin()
+    processor = logprob_processor.OutputLogprobProcessor()
+    found = processor.compute_logprobs_only(logits, [0] * 3, [[1, 2], [7], [3, 4, 5]], lambda logits: logits)
+    return found.token_ids_logprobs_val, found.token_ids_logprobs_idx
+
+values, labels = picked()
+gather_labels_without_waiting(logprob_processor.OutputLogprobProcessor, logits_processor.LogitsProcessor)
+more, same = picked()
+assert [one.tolist() for one in values] == [one.tolist() for one in more] and labels == same == [[1, 2], [7], [3, 4, 5]]
+assert len({one.untyped_storage().data_ptr() for one in more}) == 1
+"""
+
+
+def test_the_labels_of_all_rows_of_a_forward_are_picked_in_one_piece() -> None:
+    status, said = run_code(LABELS)
+    assert status == 0, said
+
+
 ROWS = """
 import pickle
 from array import array

@@ -1,11 +1,22 @@
 """The part of `table.py` that is about what SGLang spends on each row."""
 
-from enginepool.workers.sglang.patches.modules import BATCH, POOL, PREFILL_RESULTS, REQUESTS, SAMPLING, TIMES, TRACES
+from enginepool.workers.sglang.patches.modules import BATCH, LOGPROBS, POOL, PREFILL_RESULTS, REQUESTS, SAMPLING, TIMES, TRACES
 from enginepool.workers.sglang.patches.private_name import Private
 from enginepool.workers.sglang.patches.private_name import private as _private
 
 # fmt: off
 OF_ROWS: tuple[Private, ...] = (
+    *_private(
+        "patches/scheduler.py", LOGPROBS,
+        (
+            "get_token_ids_logprobs_batch_optimized", "replaced", "labels are picked without waiting",
+            "logprobs, token_ids_logprobs",
+        ),
+        (
+            "get_token_ids_logprobs", "replaced", "labels are picked without waiting, of all rows at once",
+            "logprobs, token_ids_logprobs, no_copy_to_cpu",
+        ),
+    ),
     *_private(
         "host/build.py", REQUESTS,
         ("BatchTokenizedGenerateReqInput", "read", "the message of a batch"),

@@ -177,9 +177,9 @@ def gather_labels_without_waiting(processor: Any, packed_processor: Any) -> None
     """Have label log-probabilities picked from a forward's output without waiting for that forward, or for the next one.
 
     SGLang makes the indices on the GPU straight from lists, which holds its scheduler until the forward is over: answers of
-    the forward before wait for it, and the GPU then waits for the next batch to be prepared. Of packed sequences it fetches
-    the result when it answers, behind the forward that it has launched meanwhile. The arguments are classes of the modules in
-    which SGLang does the one and the other.
+    the forward before wait for it, and the GPU then waits for the next batch to be prepared. Newer versions do not wait, and
+    copy the indices and the result of each row alone. Of packed sequences SGLang fetches the result when it answers, behind
+    the forward that it has launched meanwhile. The arguments are classes of the modules in which it does the one and the other.
     """
     torch: Any = importlib.import_module("torch")
     module: Any = sys.modules[processor.__module__]
@@ -194,10 +194,17 @@ def gather_labels_without_waiting(processor: Any, packed_processor: Any) -> None
     def gather(logprobs: Any, wanted: list[list[int] | None]) -> tuple[list[Any], list[list[int]]]:
         lengths = [len(ids or ()) for ids in wanted]
         rows = [row for row, length in enumerate(lengths) for _ in range(length)]
-        found = pick(logprobs, rows, [token for ids in wanted for token in ids or ()])
+        # Fetched now, and in one piece; the scheduler reads it when the forward is known to be over.
+        found = pick(logprobs, rows, [token for ids in wanted for token in ids or ()]).to("cpu", non_blocking=True)
         return list(found.split(lengths)), [list(ids or ()) for ids in wanted]
 
+    one_by_one = module.get_token_ids_logprobs
+
+    def gather_unless_waiting(logprobs: Any, wanted: list[list[int] | None], no_copy_to_cpu: bool = False) -> Any:
+        return gather(logprobs, wanted) if no_copy_to_cpu else one_by_one(logprobs, wanted)
+
     module.get_token_ids_logprobs_batch_optimized = gather
+    module.get_token_ids_logprobs = gather_unless_waiting
     packed_module.get_token_ids_logprobs_raw = gather_of_sequences(pick, packed_module.get_token_ids_logprobs_raw)
 
 

@@ -280,13 +280,6 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("host/process.py", LOGITS, ("LogitsProcessor", "read", "its module has the function")),
     *_private(
-        "patches/scheduler.py", LOGPROBS,
-        (
-            "get_token_ids_logprobs_batch_optimized", "replaced", "labels are picked without waiting",
-            "logprobs, token_ids_logprobs",
-        ),
-    ),
-    *_private(
         "patches/scheduler.py", LOGITS,
         (
             "get_token_ids_logprobs_raw", "replaced", "labels are picked without waiting",
