@@ -82,6 +82,7 @@ class PoolCaller:
             "batches": group.batches,
             "forwards": group.forwards,
             "split batches": group.split_batches,
+            "packed batches": group.packed_batches,
             "lost batches": group.lost_batches,
             "pauses": pauses,
             "pause µs": pause_us,

@@ -120,6 +120,7 @@ class Contest:
             yield f"{name}: forwards per batch", Number(counted["forwards"] / counted["batches"], "")
             yield f"{name}: batches of more than one forward", Number(counted["split batches"], "")
             yield f"{name}: requests per batch", Number(counted["answered"] / counted["batches"], "")
+            yield f"{name}: packed batches", Number(100 * counted["packed batches"] / counted["batches"], "%")
             yield f"{name}: queued, p50", Number(phase.queued_ms, "ms")
             yield f"{name}: in the engine, p50", Number(phase.run_ms, "ms")
 

@@ -88,12 +88,13 @@ class AdapterStatus(msgspec.Struct, omit_defaults=True):
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
-    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
-    `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
-    often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
-    external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
-    `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts of all its engines that are to sleep; `paused`: it
-    starts no work: its requests wait meanwhile. `adapters`: those that were loaded while engines run.
+    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward,
+    `packed_batches` batches of packed rows; `early` of the queued wait for a later weight version. `update`: phase and version
+    of the open transaction. `halvings`: how often its workers' budgets were halved, because engines ran out of memory.
+    `limits`: None while not known. `no_worker`: only external workers serve it, and none is connected. `workers` has lost
+    external workers too, for five minutes (`lost`). `prompt_tokens`, `cached_tokens`: of all its workers. `asleep`: the parts
+    of all its engines that are to sleep; `paused`: it starts no work: its requests wait meanwhile. `adapters`: those that were
+    loaded while engines run.
     """
 
     name: str
@@ -107,6 +108,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     batches: int = 0
     forwards: int = 0
     split_batches: int = 0
+    packed_batches: int = 0
     lost_batches: int = 0
     poisoned: int = 0
     model: str = ""

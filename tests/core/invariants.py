@@ -297,6 +297,7 @@ def check_cost_model(model: ForwardCostModel) -> None:
     assert LEAST_TOKEN <= model._token <= MOST_TOKEN, model
     assert 0.0 <= model._row <= MOST_ROW_S / ROW_S and 0.0 <= model._fixed <= MOST_FIXED_S / FIXED_S, model
     assert 1 <= model.tokens <= model.said / LEAST_TOKEN and model.row >= 0.0, model
+    assert 1 <= model.short <= model.tokens and model.idle_s >= -model.fixed_s, model
 
 
 def check_replies(cache: ReplyCache) -> None:

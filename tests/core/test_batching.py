@@ -212,11 +212,12 @@ def test_batches_of_a_lower_priority_are_short_while_a_higher_one_comes() -> Non
 def test_a_short_forward_is_no_shorter_than_what_every_forward_costs() -> None:
     """Else the engine would do little else, and the higher priority would gain little: packed forwards have no CUDA graphs."""
     for fixed_s, share in ((0.0, 1 / 3), (0.003, 1 / 3), (0.012, 0.9)):
-        model = ForwardCostModel(1000)
+        model, now = ForwardCostModel(1000), 0.0
         assert model.short == 333
         for i in range(500):
             tokens = 200 + 600 * (i % 2)
-            model.done(float(i), fixed_s + tokens * (0.025 - fixed_s) / 1000, tokens, 1, fits=True)
+            now += (seconds := fixed_s + tokens * (0.025 - fixed_s) / 1000)
+            model.done(now, 2 * seconds, tokens, 1, fits=True)
         assert abs(model.short / model.tokens - share) < 0.1
 
 
@@ -392,10 +393,11 @@ def test_a_batch_that_tells_nothing_of_its_forward_changes_no_pace() -> None:
         pool = Pool()
         client = pool.client()
         pool.worker(can=can)
-        for id_ in range(1, 20):
+        pool.submit(client, 1, content)
+        for id_ in range(2, 20):
             pool.submit(client, id_, content)
             pool.now += 0.5
-            pool.finish(pool.batches[0], run_s=0.5, **how)
+            pool.finish(pool.batches[0], run_s=1.0, **how)
         pace = pool.machine.core.groups["g"].workers["w"].pace
         assert pace is not None
         return pace.tokens

@@ -579,9 +579,9 @@ def test_the_status_has_room_for_what_is_learned_of_the_fastest_worker_that_is_t
     client = pool.client()
     for number in range(100):
         pool.submit(client, number, work())
-        pool.now += 0.05
+        pool.now += 0.002
         for batch in list(pool.batches):
-            pool.finish(batch, run_s=1e-5)
+            pool.finish(batch, run_s=0.01)
     status = report(pool.machine.core, ev.StatusAsked(pool.now, b"", 1))
     assert encode_header(status) and all(worker.pace < 2**63 for worker in status.groups[0].workers)
     assert [worker.pace > 2 * large for worker in status.groups[0].workers if worker.stage != "lost"] == [True] * (

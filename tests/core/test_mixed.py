@@ -179,10 +179,12 @@ def test_the_cost_model_learns_from_batches_that_ran_without_sequences() -> None
     worker = pool.machine.core.worker_links[b"w"]
 
     def run_batches(first: int) -> None:
-        for id_ in range(first, first + 20):
+        pool.submit(client, first, work(4, 10))
+        for id_ in range(first + 1, first + 20):
             pool.submit(client, id_, work(4, 10))
             pool.now += 0.5
-            pool.finish(pool.batches[0], run_s=0.4)
+            pool.finish(pool.batches[0], run_s=0.9)
+        pool.finish(pool.batches[0], run_s=0.9)
 
     pool.submit(client, 1, generate(3))
     assert worker.pace is not None

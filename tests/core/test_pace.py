@@ -150,6 +150,66 @@ def test_nothing_that_a_worker_says_makes_it_absurd(said: list[tuple[float, floa
         assert pace.seconds(0, 0) <= MOST_FIXED_S
 
 
+@given(size=st.integers(300, 3_000), token=st.floats(0.6, 1.8), fixed_s=st.floats(0.0, 0.008), seed=st.integers(0, 1 << 32))
+def test_what_large_batches_took_is_not_forgotten_while_all_are_small(
+    size: int, token: float, fixed_s: float, seed: int
+) -> None:
+    """A thousand batches of one size do not say how much of their time is fixed: with 40 % of noise they would say anything."""
+    random = Random(seed)
+    run = Batches()
+
+    def batch(tokens: int, noise: float) -> None:
+        run.run((fixed_s + token * TOKEN_S * tokens) * random.uniform(1 - noise, 1 + noise), tokens, 1 + tokens // 200)
+
+    for _ in range(100):
+        batch(random.choice((1_000, 4_000, 12_000)), 0.05)
+    before = run.pace.seconds(16_000, 80)
+    for _ in range(1_000):
+        batch(size, 0.4)
+    assert abs(run.end().seconds(16_000, 80) / before - 1) < 0.35
+
+
+@given(idle_s=st.floats(-0.002, 0.03), size=st.integers(300, 12_000), seed=st.integers(0, 1 << 32))
+def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float, size: int, seed: int) -> None:
+    random = Random(seed)
+    run = Batches()
+    for _ in range(60):
+        tokens = random.randint(500, 12_000)
+        run.run(0.003 + tokens * TOKEN_S, tokens, 1)
+    following = run.end().seconds(size, 1)
+    for _ in range(150):
+        run.now += 1.0
+        run.run(0.003 + size * TOKEN_S + idle_s, size, 1, waited=0.0)
+    pace = run.end()
+    assert pace.seconds(size, 1) == following, "batches that follow others are as quick as before"
+    assert abs(pace.idle_s - idle_s) < 0.1 * abs(idle_s) + 0.001
+    assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.05
+
+
+def test_the_part_of_the_hosts_time_that_the_batch_before_did_not_hide_is_no_cost_of_a_batch() -> None:
+    """The host needs 10 ms for each. The engine gets it while idle, 4 ms before it has computed another one, or in time."""
+    run = Batches()
+    for i in range(600):
+        tokens = 2_000 + 2_000 * (i % 4)
+        hidden = (0.0, 0.004, 0.015)[i % 3]
+        run.now += 0.0 if hidden else 1.0
+        run.run(tokens * TOKEN_S + max(0.0, 0.010 - hidden), tokens, 1, waited=hidden)
+    pace = run.end()
+    assert abs(pace.idle_s / 0.010 - 1) < 0.15
+    assert abs(pace.seconds(8_000, 1) / (8_000 * TOKEN_S) - 1) < 0.1
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_an_engine_that_has_one_batch_at_a_time_is_learnt_although_it_is_idle_before_each(overlaps: bool) -> None:
+    pace, now = ForwardCostModel(SAID, overlaps=overlaps), 0.0
+    for i in range(200):
+        tokens = 2_000 + 2_000 * (i % 4)
+        now += 1.0
+        pace.done(now, 3 * tokens * TOKEN_S, tokens, 1, fits=True)
+    slower = pace.seconds(8_000, 1) / (8_000 * TOKEN_S)
+    assert abs(slower - 3) < 0.2 if not overlaps else slower == pytest.approx(1)  # pyright: ignore[reportUnknownMemberType]
+
+
 def test_a_worker_that_slows_down_is_followed_and_forgiven() -> None:
     run = Batches()
     for _ in range(500):

@@ -456,8 +456,9 @@ def learn(model: ForwardCostModel | None, fixed_s: float, token_s: float) -> Non
     for i in range(400):
         tokens = 20 + 60 * (i % 2)
         seconds = fixed_s + tokens * token_s
-        now += 1.0
-        model.done(now, seconds, tokens, 1, fits=True)
+        # The first ones follow each other, and the others find the engine idle.
+        now += seconds if i < 250 else 1.0
+        model.done(now, 2 * seconds if i < 250 else seconds, tokens, 1, fits=True)
 
 
 def choices(pool: Pool, client: bytes, number: int, at_once: int = 1) -> list[bool]:
@@ -563,10 +564,11 @@ def test_plain_and_packed_batches_teach_only_the_costs_of_their_kind() -> None:
     client, worker = pool.client(), paced(pool)
     assert worker.pace is not None and worker.packed_pace is not None
     plain, packed = worker.pace.tokens, worker.packed_pace.tokens
-    for i in range(1, 100):
-        pool.submit(client, i, unpackable(20))
-        pool.wait(0.5)
-        pool.finish(pool.batches[0], run_s=0.1)
+    pool.submit(client, 1, unpackable(90))
+    for i in range(2, 100):
+        pool.submit(client, i, unpackable(90))
+        pool.wait(0.1)
+        pool.finish(pool.batches[0], run_s=0.2)
     assert worker.pace.tokens < plain
     assert worker.packed_pace.tokens == packed
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Since the coordinator started. `split_batches` took more than one forward; `lost_batches` had a worker that was lost.
-    `prompt_tokens` are those of prompts that engines continued, `cached_tokens` those of them that were in a prefix cache."""
+    """Since the coordinator started. `split_batches` took more than one forward; the rows of `packed_batches` were packed;
+    `lost_batches` had a worker that was lost. `prompt_tokens` are those of prompts that engines continued, `cached_tokens`
+    those of them that were in a prefix cache."""
 
     answered: int = 0
     failed: int = 0
@@ -14,6 +15,7 @@ class GroupCounts:
     batches: int = 0
     forwards: int = 0
     split_batches: int = 0
+    packed_batches: int = 0
     lost_batches: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -78,6 +78,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         batches=group.counts.batches,
         forwards=group.counts.forwards,
         split_batches=group.counts.split_batches,
+        packed_batches=group.counts.packed_batches,
         lost_batches=group.counts.lost_batches,
         prompt_tokens=group.counts.prompt_tokens,
         cached_tokens=group.counts.cached_tokens,

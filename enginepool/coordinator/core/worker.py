@@ -26,7 +26,7 @@ class Worker:
     __slots__ = (
         "adapters", "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest",
         "done", "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
-        "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
+        "followed", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
         "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp",
         "state", "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
@@ -39,8 +39,7 @@ class Worker:
         #: constant: as people know it; and what an answer that it computed alone names (`participants.py`)
         self.name = incarnation if slot is None else slot.name
         self.named = with_worker([], self.name)
-        self.pid = 0
-        self.host = ""
+        self.pid, self.host = 0, ""
         #: creation number: iteration over workers is in this order
         self.order = order
         #: when it registered first
@@ -56,8 +55,9 @@ class Worker:
         #: what plain and packed forwards cost, as it said and as was learned since; None: it does not matter
         self.pace: ForwardCostModel | None = None
         self.packed_pace: ForwardCostModel | None = None
-        #: of the latest batches that could be either, so many in a row were packed, or (negative) plain
-        self.packed_in_a_row = 0
+        #: of the latest batches that could be either: so many in a row were packed, or (negative) plain; the share that
+        #: followed another one in the engine
+        self.packed_in_a_row, self.followed = 0, 0.0
         #: what it was told to start with
         self.halvings = group.halvings
         #: of the weights in its engine, as it says; run and version of those that a coordinator called committed last

@@ -54,7 +54,10 @@ class WorkerReports:
             where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
             self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
         if worker.declared is None or _costs(worker.declared) != _costs(can):
-            worker.pace, worker.packed_pace = map(_model, group.learned, _costs(can))
+            overlaps = group.config.forwards_in_flight > 1
+            worker.pace, worker.packed_pace = (
+                _model(known, costs, overlaps) for known, costs in zip(group.learned, _costs(can), strict=True)
+            )
         worker.declared, worker.capabilities = message.capabilities, can
         worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.asleep = frozenset(message.asleep)
@@ -112,6 +115,8 @@ class WorkerReports:
         group.counts.forwards += e.forwards
         if e.forwards != 1:
             group.counts.split_batches += 1
+        if batch.packed:
+            group.counts.packed_batches += 1
         if group.first_answer is not None and worker.holds:
             record, since = group.first_answer
             record.phases["first_answer"] = int((e.now - since) * 1e6)
@@ -197,9 +202,9 @@ def _costs(can: Capabilities) -> tuple[_Costs, _Costs]:
     return (can.pace, can.forward_ms, can.fixed_ms), (packed_pace, can.forward_ms, can.packed_fixed_ms)
 
 
-def _model(learned: ForwardCostModel | None, costs: _Costs) -> ForwardCostModel | None:
+def _model(learned: ForwardCostModel | None, costs: _Costs, overlaps: bool) -> ForwardCostModel | None:
     """The cost model of a worker. It begins with what was `learned` of the one before, if that was like what it declares."""
     if not costs[0]:
         return None
-    declared = ForwardCostModel.declared(*costs)
+    declared = ForwardCostModel.declared(*costs, overlaps=overlaps)
     return learned.again() if learned is not None and learned.like(declared) else declared

@@ -27,7 +27,7 @@ from enginepool.coordinator.scheduling.batch_limits import (
     row_share,
 )  # fmt: skip
 from enginepool.coordinator.scheduling.lanes import Lane
-from enginepool.coordinator.scheduling.packing_choice import pack
+from enginepool.coordinator.scheduling.packing_choice import count_choice, pack
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import cut_next, cut_rest, pack_rows, take
 from enginepool.protocol.packing import Packing
@@ -44,8 +44,7 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     packed = pack(lane, worker)
     batch = (_fill_packed if packed else _fill_plain)(core, queue, lane, worker)
     if batch is not None:
-        step = 1 if packed else -1
-        worker.packed_in_a_row = worker.packed_in_a_row + step if worker.packed_in_a_row * step > 0 else step
+        count_choice(worker, packed=packed)
     return batch
 
 

@@ -12,14 +12,21 @@ more for each token. Hosts slow down. So the model fits its three numbers to the
 count less, the declared pace counts as a prior, and each number has bounds. A batch may take far longer than expected, because
 of a pause or an update. The model first counts only part of the excess, and all of it once such batches follow each other.
 
+A batch lowers the weight of older batches like it, and of no others (directional forgetting). Under low load, all batches of an
+hour may be of one size. They say how long such a batch takes, and not which part of that is fixed. What larger batches said of
+that before counts again when the queue fills.
+
 The fixed part keeps the other two numbers right. Under low load batches are small, and a forward of one row takes milliseconds
 however short the row is. Without a fixed part the model would take that time for the cost of a row, and batches would stay
 small under high load.
 
-The time of a batch is the shorter of two times: since the previous batch was done, and since the engine got this batch. Answers
-that arrive together are learned as one batch. Either the coordinator read them late or the engine ran them as one forward, and
-in both cases only the sum of their times is known. A model that dropped all but the first would count the time of all for the
-first.
+The time of a batch is the time since the previous batch was done. A batch that the engine got later, while it was idle, takes
+longer: no other forward hides what the host does for it. From such a batch, the fixed part on an idle engine is learned, and
+nothing else is. So a kind of batch that has only been seen there can be compared with one that has followed others.
+
+Answers that arrive together are learned as one batch. Either the coordinator read them late or the engine ran them as one
+forward, and in both cases only the sum of their times is known. A model that dropped all but the first would count the time of
+all for the first.
 """
 
 from copy import copy
@@ -28,8 +35,12 @@ from enginepool.protocol.capabilities import FORWARD_S, MAX_BUDGET
 
 #: Answers that are fewer seconds apart arrived in one turn of the loop, or come from one forward.
 TOGETHER_S = 0.001
-#: Each new batch multiplies the weight of the older ones by this: about the latest fifty batches count.
+#: Each new batch multiplies the weight of older ones like it by this: about the latest fifty of a kind count.
 KEPT = 0.98
+#: Once the limit of what is believed (below) is so wide, as several batches in a row took longer, older ones count for less.
+SURPRISED, KEPT_IF_SURPRISED = 1.5, 0.6
+#: Less than so much known of a direction is rounding.
+LITTLE_KNOWN = 1e-6
 #: The weight of the declared pace, in batches: at the start, at least, and the factor by which each batch lowers it.
 SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
 #: Units and upper bounds of the fixed part and of the seconds of a row. The unit of tokens is the declared pace.
@@ -48,6 +59,8 @@ SHORT = 3
 #: widens the limit, and each batch within it narrows the limit again.
 BELIEVED, LITTLE_S = 0.5, FORWARD_S / 4
 WIDER, NARROWER, WIDEST = 1.5, 0.5, 16.0
+#: The weight of the latest batch in the fixed part on an idle engine.
+IDLE_WEIGHT = 0.05
 
 
 class ForwardCostModel:
@@ -57,16 +70,18 @@ class ForwardCostModel:
         said: the declared pace, in tokens of a forward of `forward_s`; more than 0.
         forward_s: target seconds of a forward of several requests on this worker; more than 0.
         fixed_s: declared seconds of the smallest forward.
+        overlaps: whether the engine has a next batch while it computes one. Otherwise it is idle before each.
     """
 
     __slots__ = (
-        "_at", "_before", "_believed", "_ff", "_first_fixed", "_first_token", "_fits", "_fixed", "_fr", "_fs", "_ft", "_row",
-        "_rows", "_rr", "_rs", "_run_s", "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row",
-        "said", "short", "tokens",
+        "_alone", "_at", "_before", "_believed", "_ff", "_first_fixed", "_first_token", "_fits", "_fixed", "_fr", "_fs", "_ft",
+        "_overlaps", "_row", "_rows", "_rr", "_rs", "_run_s", "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt",
+        "forward_s", "row", "said", "short", "tokens",
     )  # fmt: skip
 
-    def __init__(self, said: int, forward_s: float = FORWARD_S, fixed_s: float = 0.0) -> None:
+    def __init__(self, said: int, forward_s: float = FORWARD_S, fixed_s: float = 0.0, *, overlaps: bool = True) -> None:
         self.said = said
+        self._overlaps = overlaps
         self.forward_s = forward_s
         #: seconds on this worker for each second in the fit
         self._scale = forward_s / FORWARD_S
@@ -84,12 +99,19 @@ class ForwardCostModel:
         #: the fitted numbers in their units, within their bounds
         self._fixed, self._token, self._row = self._first_fixed, self._first_token, 0.0
         #: decayed sums of products of f(ixed part), t(okens), r(ows) and s(econds), each divided by the size of its batch
-        self._ff = self._ft = self._fr = self._tt = self._tr = self._rr = 0.0
+        self._ff: float = 0.0
+        self._ft: float = 0.0
+        self._fr: float = 0.0
+        self._tt: float = 0.0
+        self._tr: float = 0.0
+        self._rr: float = 0.0
         self._fs: float = 0.0
         self._ts: float = 0.0
         self._rs: float = 0.0
         self._said = SAID
         self._believed = BELIEVED
+        #: the fixed part on an idle engine, in units
+        self._alone = self._first_fixed
         #: weight of a forward of `forward_s`, in tokens; at least 1
         self.tokens = 0
         #: weight of a short forward, while requests of higher priorities arrive
@@ -99,10 +121,12 @@ class ForwardCostModel:
         self._weigh()
 
     @classmethod
-    def declared(cls, pace: int, forward_ms: int, fixed_ms: int) -> "ForwardCostModel":
+    def declared(cls, pace: int, forward_ms: int, fixed_ms: int, *, overlaps: bool = True) -> "ForwardCostModel":
         """The model of a worker that has measured so much: `pace` tokens in `forward_ms`."""
         wanted_ms = max(forward_ms, LEAST_FORWARDS * fixed_ms)
-        return cls(min(max(1, pace * wanted_ms // forward_ms), MAX_BUDGET), wanted_ms / 1000, fixed_ms / 1000)
+        return cls(
+            min(max(1, pace * wanted_ms // forward_ms), MAX_BUDGET), wanted_ms / 1000, fixed_ms / 1000, overlaps=overlaps
+        )
 
     def like(self, other: "ForwardCostModel") -> bool:
         """Whether workers that declare the one and the other may be on the same device: it computes as many tokens a second, in
@@ -118,12 +142,12 @@ class ForwardCostModel:
         model._run_s, model._fits = 0.0, False
         return model
 
-    def weigh(self, tokens: int, rows: int) -> float:
+    def weigh(self, tokens: float, rows: float) -> float:
         """The weight of so many rows with so many tokens in all, in tokens."""
         return tokens + rows * self.row
 
-    def seconds(self, tokens: int, rows: int) -> float:
-        """The expected seconds of a forward of them."""
+    def seconds(self, tokens: float, rows: float) -> float:
+        """The expected seconds of a forward of them that follows another one."""
         return self._scale * (self._fixed * FIXED_S + self._token * tokens * FORWARD_S / self.said + self._row * rows * ROW_S)
 
     @property
@@ -131,11 +155,17 @@ class ForwardCostModel:
         """The expected seconds of a forward besides its tokens and rows."""
         return self._scale * self._fixed * FIXED_S
 
+    @property
+    def idle_s(self) -> float:
+        """The expected seconds that a forward takes longer on an idle engine; no less than minus `fixed_s`."""
+        return self._scale * (self._alone - self._fixed) * FIXED_S if self._overlaps else 0.0
+
     def done(self, now: float, run_s: float, tokens: int, rows: int, *, fits: bool) -> None:
         """A batch was answered after `run_s` in the engine. The model learns nothing from a batch with `fits=False`."""
         if now - self._at >= TOGETHER_S:
             if self._fits:
-                self._learn(min(self._run_s, self._at - self._before) / self._scale, self._tokens, self._rows)
+                since_s = self._at - self._before
+                self._learn(self._run_s / self._scale, since_s / self._scale, self._tokens, self._rows)
             self._before = self._at
             self._tokens = self._rows = 0
             self._run_s = 0.0
@@ -148,31 +178,57 @@ class ForwardCostModel:
         if not fits:
             self._fits = False
 
-    def _learn(self, seconds: float, tokens: int, rows: int) -> None:
-        if seconds <= 0.0:
+    def _learn(self, run_s: float, since_s: float, tokens: int, rows: int) -> None:
+        """A batch was in the engine for `run_s`, and was answered `since_s` after the batch before."""
+        if run_s <= 0.0:
             # A worker may leave out the time of a batch.
             return
         f, t, r = FIXED_S, tokens * FORWARD_S / self.said, rows * ROW_S
-        fixed, token, row = self._fixed, self._token, self._row
-        expected = fixed * f + token * t + row * r
+        expected = self._fixed * f + self._token * t + self._row * r
+        if not self._overlaps:
+            self._fit(f, t, r, self._believe(min(run_s, since_s), expected))
+        elif run_s <= since_s:
+            rest = expected - self._fixed * f
+            found = max(0.0, self._believe(run_s, rest + self._alone * f) - rest) / f
+            self._alone += IDLE_WEIGHT * (found - self._alone)
+            self._weigh()
+        else:
+            # So much of the host's time was not hidden, because the engine got the batch late.
+            late = max(0.0, (self._alone - self._fixed) * f - (run_s - since_s))
+            self._fit(f, t, r, max(0.0, self._believe(since_s, expected + late) - late))
+
+    def _believe(self, seconds: float, expected: float) -> float:
+        """What counts of the time of a batch."""
         most = expected + self._believed * max(expected, LITTLE_S)
         if seconds > most:
-            seconds = most
             self._believed = min(self._believed * WIDER, WIDEST)
-        else:
-            self._believed = max(self._believed * NARROWER, BELIEVED)
+            return most
+        self._believed = max(self._believed * NARROWER, BELIEVED)
+        return seconds
+
+    def _fit(self, f: float, t: float, r: float, seconds: float) -> None:
+        """A forward with a fixed part of so many seconds at first, with tokens and with rows of so many, took `seconds`."""
+        fixed, token, row = self._fixed, self._token, self._row
         # Relative errors: ten percent too much is as wrong for a small batch as for a large one.
         whole = f + t + r
         f, t, r, s = f / whole, t / whole, r / whole, seconds / whole
-        self._ff = ff = KEPT * self._ff + f * f
-        self._ft = ft = KEPT * self._ft + f * t
-        self._fr = fr = KEPT * self._fr + f * r
-        self._tt = tt = KEPT * self._tt + t * t
-        self._tr = tr = KEPT * self._tr + t * r
-        self._rr = rr = KEPT * self._rr + r * r
-        self._fs = fs = KEPT * self._fs + f * s
-        self._ts = ts = KEPT * self._ts + t * s
-        self._rs = rs = KEPT * self._rs + r * s
+        # Forgotten is the share 1 - KEPT of what is known in the direction x of this batch: M - (1 - KEPT) M x x' M / (x' M x).
+        known_f = self._ff * f + self._ft * t + self._fr * r
+        known_t = self._ft * f + self._tt * t + self._tr * r
+        known_r = self._fr * f + self._tr * t + self._rr * r
+        known = known_f * f + known_t * t + known_r * r
+        kept = KEPT if self._believed < SURPRISED else KEPT_IF_SURPRISED
+        gone = (1.0 - kept) / known if known > LITTLE_KNOWN else 0.0
+        less = gone * (self._fs * f + self._ts * t + self._rs * r)
+        self._ff = ff = self._ff + f * f - gone * known_f * known_f
+        self._ft = ft = self._ft + f * t - gone * known_f * known_t
+        self._fr = fr = self._fr + f * r - gone * known_f * known_r
+        self._tt = tt = self._tt + t * t - gone * known_t * known_t
+        self._tr = tr = self._tr + t * r - gone * known_t * known_r
+        self._rr = rr = self._rr + r * r - gone * known_r * known_r
+        self._fs = fs = self._fs + f * s - less * known_f
+        self._ts = ts = self._ts + t * s - less * known_t
+        self._rs = rs = self._rs + r * s - less * known_r
         self._said = said = max(self._said * SAID_KEPT, SAID_AT_LAST)
         ts, fs = ts + said * self._first_token, fs + said * self._first_fixed
         # Coordinate descent: each number is fitted given the two others, within its bounds. It starts from the last fit, so one
@@ -187,8 +243,9 @@ class ForwardCostModel:
         fixed, token, row = self._fixed, self._token, self._row
         self.tokens = max(1, int(self.said * (1.0 - fixed * FIXED_S / FORWARD_S) / token))
         self.row = row * ROW_S * self.said / (token * FORWARD_S)
-        # The fixed part is paid for each forward: one that is cut to less than that computes little else.
-        least = fixed * FIXED_S * self.said / (token * FORWARD_S)
+        # The fixed part is paid for each forward, and on an idle engine it shows what the host does for each: a forward that is
+        # cut to less than that computes little else, or waits for its host.
+        least = max(fixed, self._alone) * FIXED_S * self.said / (token * FORWARD_S)
         self.short = max(1, min(self.tokens, int(max(self.tokens / SHORT, least))))
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ next one is found, and what the steps cost.
 
 from collections import deque
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -255,6 +256,10 @@ class Lane(list[tuple[float, int, Line[R]]]):
                 return
         self.head = None
         self.moved = False
+
+    def some(self, most: int) -> list[R]:
+        """Up to so many of them, waiting or stale, about in the order in which they are served."""
+        return list(islice((request for _, _, line in self for _, _, flow in line for request in flow), most))
 
     def requests(self) -> list[R]:
         """All of them, waiting or stale, in no order."""
