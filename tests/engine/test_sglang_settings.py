@@ -105,7 +105,7 @@ def test_small_plain_forwards_on_a_gpu_are_graphs_and_no_others() -> None:
     assert kwargs["cuda_graph_max_bs_prefill"] == 6144
     assert not {"disable_cuda_graph", "disable_prefill_cuda_graph"} & kwargs.keys()
     assert engine_kwargs(wanted(max_batch_tokens=1000), KNOWN)["cuda_graph_max_bs_prefill"] == 2000
-    assert engine_kwargs(wanted(packing="on"), PACKED_KNOWN)["cuda_graph_max_bs_prefill"] == 6144, "its plain forwards"
+    assert engine_kwargs(wanted(packing="on"), PACKED_KNOWN)["cuda_graph_max_bs_prefill"] == 12_288
     kwargs = engine_kwargs(wanted(device="cpu"), ALL_KNOWN | {"disable_radix_cache"})
     assert kwargs["disable_cuda_graph"] is kwargs["disable_prefill_cuda_graph"] is True
     assert "cuda_graph_max_bs_prefill" not in kwargs
