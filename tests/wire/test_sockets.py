@@ -305,3 +305,46 @@ def test_a_peer_that_leaves_behind_more_than_was_read_ends_nothing_but_its_link(
         endpoint = f"ipc://{folder}/pool.sock" if transport == "ipc" else "tcp://127.0.0.1:*"
         ended = subprocess.run([sys.executable, "-c", CROWDED, endpoint], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+@pytest.mark.parametrize("what", ["reads", "leaves", "does neither"])
+def test_a_coordinator_that_ends_waits_for_a_client_to_read_its_last_answer(
+    loop: asyncio.AbstractEventLoop, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ZeroMQ of a client drops what it has received and the client has not read, when the connection ends."""
+    monkeypatch.setattr("enginepool.coordinator.shell.sockets.READ_S", 0.05 if what == "does neither" else 10 * PATIENCE_S)
+    bench = Bench(loop, quiet=False)
+
+    async def scene() -> None:
+        bench.listen()
+        client = bench.peers[0]
+        client.send(b"hello")
+        await bench.until(1)
+        link = bench.taken[0][1]
+        assert bench.clients.send(link, [b"answer"])
+        over = asyncio.Event()
+        bench.sockets.when_read(over.set)
+        assert not over.is_set()
+        if what == "reads":
+            assert await asyncio.to_thread(client.recv) == b"answer"
+            ping = msgspec.msgpack.decode(await asyncio.to_thread(client.recv))
+            assert not over.is_set() and ping["type"] == "ping"
+            assert bench.clients.proved(link, ping["at"])
+        elif what == "leaves":
+            client.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await over.wait()
+        assert (bench.clients.unread == 0) == (what != "does neither") and not bench.cut
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        bench.close()
+
+
+def test_a_coordinator_whose_clients_have_read_everything_ends_at_once(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+    over: list[bool] = []
+    bench.sockets.when_read(lambda: over.append(True))
+    assert over
+    bench.close()

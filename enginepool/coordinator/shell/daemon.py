@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import time
+from functools import partial
 
 import msgspec
 import uvloop
@@ -234,13 +235,13 @@ class Daemon:
         elif type(effect) is ef.RaiseEpoch:
             self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:
-            self._end_alone()
+            self.sockets.when_read(self._end_alone)
         elif type(effect) is ef.Drained:
             # The workers are gone; their stagers are not.
             if self._lifeline is not None:
-                self._end_now(0)
+                self.sockets.when_read(partial(self._end_now, 0))
             else:
-                self.launcher.finish(self._finished)
+                self.launcher.finish(partial(self.sockets.when_read, self._finished))
                 self.loop.call_later(QUIET_S, self._still_finishing)
         else:
             raise AssertionError(f"no way to perform {effect}")

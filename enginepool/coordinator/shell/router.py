@@ -266,6 +266,15 @@ class Router:
             elif not is_open(outbox.fd, outbox.inode):
                 self._forget(link)
 
+    def all_read(self) -> bool:
+        """Whether all peers have read what they were sent. Others are asked, and forgotten if they have left."""
+        for link, outbox in list(self._outboxes.items()):
+            if outbox.unread and not is_open(outbox.fd, outbox.inode):
+                self._forget(link)
+            elif outbox.unread and not outbox.token:
+                self._ask(link, outbox)
+        return not self.unread
+
     def cut_largest(self) -> None:
         """Cut the link on which most is unread."""
         link = max(self._outboxes, key=self.unread_of)

@@ -15,6 +15,8 @@ from enginepool.coordinator.shell.router import Receive, Router, context
 ROUNDS = 8
 #: how often peers are asked that have something unread and were sent nothing since
 SWEEP_S = 1.0
+#: how long clients have for their last answers, and how often it is looked whether they have read them
+READ_S, LOOK_S = 0.5, 0.01
 
 
 class Sockets:
@@ -98,6 +100,21 @@ class Sockets:
         self.clients.sweep()
         self.workers.sweep()
         self.turn()
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` once clients have read what they were sent, or after READ_S.
+
+        A client's ZeroMQ drops what it has received and the client has not read, when the connection ends.
+        """
+        self._look(then, self._loop.time() + READ_S)
+
+    def _look(self, then: Callable[[], None], until: float) -> None:
+        if self.clients.all_read() or self._loop.time() >= until:
+            then()
+        else:
+            self._loop.call_soon(self.turn)  # something was sent
+            # A client that leaves meanwhile is no event.
+            self._loop.call_later(LOOK_S, self._look, then, until)
 
     def close(self) -> None:
         """Stop receiving. Sent messages linger for a moment."""
