@@ -169,7 +169,7 @@ def test_what_large_batches_took_is_not_forgotten_while_all_are_small(
     assert abs(run.end().seconds(16_000, 80) / before - 1) < 0.35
 
 
-@given(idle_s=st.floats(-0.002, 0.03), size=st.integers(300, 12_000), seed=st.integers(0, 1 << 32))
+@given(idle_s=st.floats(0.0, 0.03), size=st.integers(300, 12_000), seed=st.integers(0, 1 << 32))
 def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float, size: int, seed: int) -> None:
     random = Random(seed)
     run = Batches()
@@ -184,6 +184,16 @@ def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float
     assert pace.seconds(size, 1) == following, "batches that follow others are as quick as before"
     assert abs(pace.idle_s - idle_s) < 0.1 * abs(idle_s) + 0.001
     assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.05
+
+
+def test_a_worker_that_said_too_little_of_itself_is_learnt_also_where_no_batch_follows_another() -> None:
+    """Else its batches had deadlines as late as what it said."""
+    run = Batches()
+    for i in range(300):
+        run.now += 1.0
+        tokens = 2_000 + 2_000 * (i % 4)
+        run.run(0.002 + 0.3 * tokens * TOKEN_S, tokens, 1, waited=0.0)
+    assert run.end().seconds(8_000, 1) < 0.6 * 8_000 * TOKEN_S
 
 
 def test_the_part_of_the_hosts_time_that_the_batch_before_did_not_hide_is_no_cost_of_a_batch() -> None:

@@ -22,7 +22,8 @@ small under high load.
 
 The time of a batch is the time since the previous batch was done. A batch that the engine got later, while it was idle, takes
 longer: no other forward hides what the host does for it. From such a batch, the fixed part on an idle engine is learned, and
-nothing else is. So a kind of batch that has only been seen there can be compared with one that has followed others.
+nothing else, unless it took less than its tokens and rows should. So a kind of batch that has only been seen there can be
+compared with one that has followed others.
 
 Answers that arrive together are learned as one batch. Either the coordinator read them late or the engine ran them as one
 forward, and in both cases only the sum of their times is known. A model that dropped all but the first would count the time of
@@ -189,9 +190,13 @@ class ForwardCostModel:
             self._fit(f, t, r, self._believe(min(run_s, since_s), expected))
         elif run_s <= since_s:
             rest = expected - self._fixed * f
-            found = max(0.0, self._believe(run_s, rest + self._alone * f) - rest) / f
-            self._alone += IDLE_WEIGHT * (found - self._alone)
-            self._weigh()
+            found = self._believe(run_s, rest + self._alone * f) - rest
+            self._alone += IDLE_WEIGHT * (max(0.0, found) / f - self._alone)
+            if found < 0.0:
+                # Its tokens and rows cost less than was thought.
+                self._fit(f, t, r, run_s)
+            else:
+                self._weigh()
         else:
             # So much of the host's time was not hidden, because the engine got the batch late.
             late = max(0.0, (self._alone - self._fixed) * f - (run_s - since_s))
