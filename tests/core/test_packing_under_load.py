@@ -187,12 +187,18 @@ def mixed_lengths(number: int) -> Work:
     return shared(drawn(20, 400), *[drawn(3, 900) for _ in range(drawn(1, 37))], first=number % 900)
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers declare what they measure where packed forwards run as CUDA graphs, too."""
+    measured = msgspec.structs.replace(CARD, pace=9700, packed_pace=11_500, fixed_ms=11, packed_fixed_ms=11)
+    monkeypatch.setitem(globals(), "CARD", measured)
+
+
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("seed", range(4))
-def test_many_that_wait_are_packed_where_one_alone_is_as_quick_either_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_wait_are_packed_where_one_alone_is_as_quick_either_way(seed: int) -> None:
     """Of single requests on an idle engine one kind looks as good as the other, and which of them follow others is chance: what
     was learned of them made a real GPU run plain batches under load, at three quarters of its throughput."""
-    graphs = msgspec.structs.replace(CARD, pace=9700, packed_pace=11_500, fixed_ms=11, packed_fixed_ms=11)
-    monkeypatch.setitem(globals(), "CARD", graphs)
     card = Pipelined(seed=seed)
     card.closed(64, 1.5)
     for _ in range(2):
@@ -208,11 +214,10 @@ def test_many_that_wait_are_packed_where_one_alone_is_as_quick_either_way(seed: 
         assert card.share > 0.75, "a request of one row does not make the batch that it opens a plain one"
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("seed", range(2))
-def test_two_priorities_cost_little_throughput(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_priorities_cost_little_throughput(seed: int) -> None:
     """Short forwards are as long as the host needs for each: else the GPU waits. Their costs made them ever shorter before."""
-    graphs = msgspec.structs.replace(CARD, pace=9700, packed_pace=11_500, fixed_ms=11, packed_fixed_ms=11)
-    monkeypatch.setitem(globals(), "CARD", graphs)
     card = Pipelined(seed=seed)
     card.closed(64, 1.5)
     card.closed(1, 3.0)

@@ -5,7 +5,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -25,6 +25,7 @@ class Bench:
     """Two routers on a loop, a peer at each, and what the routers took in."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool, transport: str = "tcp") -> None:
+        self._loop = loop
         self.cut: list[Link] = []
         self.clients = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self._cut)
         self.workers = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self._cut)
@@ -58,6 +59,13 @@ class Bench:
         async with asyncio.timeout(PATIENCE_S):
             while len(self.taken) < count:
                 await asyncio.sleep(0.001)
+
+    def play(self, scene: Callable[[], Coroutine[None, None, None]]) -> None:
+        """What happens on the loop; everything is closed after it."""
+        try:
+            self._loop.run_until_complete(scene())
+        finally:
+            self.close()
 
     def close(self) -> None:
         for peer in self.peers:
@@ -94,10 +102,7 @@ def test_a_message_that_a_send_swallowed_the_news_of_is_received_in_the_same_tur
         bench.sockets._settle()  # pyright: ignore[reportPrivateUsage]
         assert bench.taken[1:] == [("worker", link, [b"swallowed"])]
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        bench.close()
+    bench.play(scene)
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -121,10 +126,7 @@ def test_every_message_of_a_conversation_is_taken_and_acted_upon(loop: asyncio.A
         assert len(bench.taken) == 2 * (rounds + 1)
         assert 0 < bench.acted <= len(bench.taken)
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        bench.close()
+    bench.play(scene)
 
 
 def read(peer: "zmq.Socket[bytes]") -> int:
@@ -166,10 +168,7 @@ def test_what_a_peer_has_not_read_is_counted_in_bytes_wherever_it_lies(
                 await asyncio.to_thread(read, peer)
         assert router.unread_of(link) == 0
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        bench.close()
+    bench.play(scene)
 
 
 @pytest.mark.parametrize("size", [1000, 100_000], ids=["many", "large"])
@@ -217,10 +216,7 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
             while not bench.cut:
                 await asyncio.sleep(0.01)
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        bench.close()
+    bench.play(scene)
 
 
 def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: asyncio.AbstractEventLoop) -> None:
@@ -239,8 +235,7 @@ def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: as
                 await asyncio.sleep(0.001)
         assert not bench.cut
 
-    loop.run_until_complete(scene())
-    bench.close()
+    bench.play(scene)
 
 
 def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: asyncio.AbstractEventLoop) -> None:
@@ -336,10 +331,7 @@ def test_a_coordinator_that_ends_waits_for_a_client_to_read_its_last_answer(
             await over.wait()
         assert (bench.clients.unread == 0) == (what != "does neither") and not bench.cut
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        bench.close()
+    bench.play(scene)
 
 
 def test_a_coordinator_whose_clients_have_read_everything_ends_at_once(loop: asyncio.AbstractEventLoop) -> None:

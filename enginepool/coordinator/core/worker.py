@@ -25,10 +25,10 @@ class Worker:
 
     __slots__ = (
         "adapters", "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest",
-        "done", "epoch_confirmed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined", "link",
-        "followed", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
-        "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp",
-        "state", "text_bytes", "texts", "unread_media", "version",
+        "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined",
+        "link", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
+        "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state",
+        "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:

@@ -40,7 +40,7 @@ TOGETHER_S = 0.001
 KEPT = 0.98
 #: Once the limit of what is believed (below) is so wide, as several batches in a row took longer, older ones count for less.
 SURPRISED, KEPT_IF_SURPRISED = 1.5, 0.6
-#: Less than so much known of a direction is rounding.
+#: What is known of a direction is rounding error below this.
 LITTLE_KNOWN = 1e-6
 #: The weight of the declared pace, in batches: at the start, at least, and the factor by which each batch lowers it.
 SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95

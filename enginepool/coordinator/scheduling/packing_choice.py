@@ -6,8 +6,8 @@ are learned from the batches of their kind alone. A model that is never asked ag
 turn now and then, the less often the slower it is.
 
 The requests that are next make one batch, so they decide together: one of a single row would often be plain, and the batch that
-it opens is not for it alone. What a batch takes longer on an idle engine counts as far as recent batches found it idle. Under
-load a batch delays those behind it, for which only the time matters that it keeps them waiting.
+it opens is not for it alone. A batch takes longer on an idle engine, and that counts as often as recent batches found the
+engine idle. The others followed one another: for those behind, only the time counts that a batch keeps the engine busy.
 """
 
 from enginepool.coordinator.core.request import Request

@@ -15,7 +15,7 @@ from enginepool.coordinator.shell.router import Receive, Router, context
 ROUNDS = 8
 #: how often peers are asked that have something unread and were sent nothing since
 SWEEP_S = 1.0
-#: how long clients have for their last answers, and how often it is looked whether they have read them
+#: how long clients have to read their last answers, and how often it is checked whether they have
 READ_S, LOOK_S = 0.5, 0.01
 
 

@@ -39,8 +39,8 @@ STATIC_FRACTION = 0.75
 #: Tokens of the largest plain forward that runs as CUDA graphs. A small one is bound by the launching of kernels; a large one
 #: would only compute the padding to the next captured size.
 GRAPH_TOKENS = 6144
-#: The same of an engine that packs: the attention of packed sequences costs the host so much more that it takes 25 ms to launch
-#: a forward of an H100 without graphs, in which that computes 10,000 tokens of a small model.
+#: The same of an engine that packs. Without graphs its host needs 25 ms to launch a packed forward: in that time an H100
+#: computes 10,000 tokens of a small model.
 PACKED_GRAPH_TOKENS = 12_288
 
 #: Settings that the worker gives itself, and where their values come from.
