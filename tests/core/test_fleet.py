@@ -541,8 +541,8 @@ def test_when_no_worker_can_come_back_the_pool_says_so(permanent: bool) -> None:
 def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
     pool = Pool(workers=0)
     pool.machine = type(pool.machine)(config(workers=2))
-    alive = [ev.LiveProcess("g", 0, "old-0"), ev.LiveProcess("g", 1, "old-1")]
-    pool.do(ev.Started(0, EPOCH, {}, alive))
+    found = [ev.EarlierWorker("g", 0, "old-0"), ev.EarlierWorker("g", 1, "old-1")]
+    pool.do(ev.Started(0, EPOCH, {}, found))
     assert not pool.started
     pool.worker("old-0")
     for _ in range(6):
@@ -552,6 +552,18 @@ def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
     assert pool.killed == ["old-1"]
     assert pool.reasons == ["stopped by the pool, because its process did not register within 10 s"]
     assert "old-0" in pool.machine.core.groups["g"].workers
+
+
+def test_a_worker_that_ended_before_its_coordinator_began_is_no_external_one() -> None:
+    """It had registered with the successor, which has no slot for it and killed it."""
+    pool = Pool(workers=0)
+    pool.machine = type(pool.machine)(config(workers=1))
+    found = [ev.EarlierWorker("g", 0, "old-0"), ev.EarlierWorker("g", 1, "old-1", lives=False)]
+    pool.do(ev.Started(0, EPOCH, {}, found))
+    for name in ("old-0", "old-1"):
+        pool.worker(name, ready=False)
+    status = report(pool.machine.core, ev.StatusAsked(pool.now, b"", 1))
+    assert [worker.incarnation for worker in status.groups[0].workers] == ["old-0"]
 
 
 def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:

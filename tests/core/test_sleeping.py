@@ -279,7 +279,7 @@ def test_a_paused_group_starts_nothing_and_goes_on_where_it_stopped() -> None:
 
 
 class FoundPool(Pool):
-    found: ClassVar[dict[str, Any]] = {"alive": [ev.LiveProcess("g", 0, "old-0")]}
+    found: ClassVar[dict[str, Any]] = {"found": [ev.EarlierWorker("g", 0, "old-0")]}
 
 
 def test_a_process_of_an_earlier_coordinator_may_work_until_it_has_dropped_that_work() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core.events import DrainAsked, WorkerExited
-from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext
 from enginepool.coordinator.shell.daemon import Daemon
 from tests.process.daemons import PATIENCE_S, sim_pool
@@ -22,14 +22,14 @@ class FakeLauncher:
 
     def __init__(self, context: LauncherContext) -> None:
         self.context = context
-        self.alive: list[LiveProcess] = []
+        self.earlier: list[EarlierWorker] = []
         self.started: list[tuple[str, int, str]] = []
         self.stopped: list[str] = []
         self.finished = False
         self.changed = asyncio.Event()
 
-    def adopt(self) -> list[LiveProcess]:
-        return self.alive
+    def adopt(self) -> list[EarlierWorker]:
+        return self.earlier
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
         assert weights is None
@@ -112,7 +112,7 @@ def test_a_worker_that_the_launcher_adopts_is_not_started_again(tmp_path: Path) 
 
     def make(context: LauncherContext) -> FakeLauncher:
         made.append(FakeLauncher(context))
-        made[0].alive.append(LiveProcess("g", 1, "g-1.1.1"))
+        made[0].earlier.append(EarlierWorker("g", 1, "g-1.1.1"))
         return made[0]
 
     async def story() -> None:

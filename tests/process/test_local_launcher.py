@@ -19,6 +19,7 @@ import pytest
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.core.group_weights import EarlierWorker
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.launchers.stagers import Stagers
@@ -86,7 +87,7 @@ def test_a_worker_that_still_runs_is_taken_up(scene: Scene, capfd: pytest.Captur
     worker = scene.stranger()
     path = scene.record(worker.pid, created=records.created_at(worker.pid))
     [found] = scene.run(lambda launcher: launcher.adopt())
-    assert (found.group, found.index, found.incarnation) == ("g", 0, path.stem)
+    assert found == EarlierWorker("g", 0, path.stem)
     assert path.exists() and answers(worker)
     assert f"worker {path.stem} of an earlier coordinator still runs as process {worker.pid}\n" in capfd.readouterr().err
 
@@ -101,7 +102,7 @@ def test_a_process_that_got_the_id_of_a_dead_worker_is_left_alone(
         path = scene.record(stranger.pid, created=records.created_at(stranger.pid) - 1000)
     else:
         path = scene.record(stranger.pid, created=records.created_at(stranger.pid), host="another boot/pid:[1]")
-    assert scene.run(lambda launcher: launcher.adopt()) == []
+    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
     assert not path.exists()
     assert answers(stranger)
     assert f"worker {path.stem} ended while no coordinator ran\n" in capfd.readouterr().err
@@ -117,7 +118,7 @@ def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> No
     scene.processes.adopt(left)
     assert worker.wait(PATIENCE_S) == 0
     path = scene.record(worker.pid, created=created)
-    assert scene.run(lambda launcher: launcher.adopt()) == []
+    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
     assert not path.exists()
     psutil.wait_procs([left], PATIENCE_S)
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
@@ -158,7 +159,7 @@ def test_a_worker_whose_slot_was_removed_is_ended(scene: Scene, capfd: pytest.Ca
     scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
     worker = scene.stranger()
     path = scene.record(worker.pid, index=1, created=records.created_at(worker.pid))
-    assert scene.run(lambda launcher: launcher.adopt()) == []
+    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 1, path.stem, lives=False)]
     assert not path.exists()
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
     assert f"worker {path.stem} is ended: the configuration has no worker g-1\n" in capfd.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginepool.coordinator.core.events import WorkerExited
-from enginepool.coordinator.core.group_weights import LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker
 from enginepool.coordinator.launchers import unit as units
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.unit import UnitConfig
@@ -28,7 +28,7 @@ class StandIn:
         self._context = context
         self.started: list[str] = []
 
-    def adopt(self) -> list[LiveProcess]:
+    def adopt(self) -> list[EarlierWorker]:
         return []
 
     def start(self, group: str, index: int, incarnation: str, weights: Any = None) -> bool:

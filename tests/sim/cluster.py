@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Protocol
 
 from enginepool.coordinator.core.events import WorkerExited
-from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
 from enginepool.coordinator.launchers.exit_reasons import failed_by_itself
 from enginepool.workers.events import Exit
 from tests.sim.network import Network
@@ -107,15 +107,15 @@ class Cluster:
         if worker is not None:
             self.world.after(self.world.between(0, 0.05), worker.kill)
 
-    def survivors(self, watcher: Watcher) -> list[LiveProcess]:
+    def survivors(self, watcher: Watcher) -> list[EarlierWorker]:
         """Processes of an earlier coordinator; from now on `watcher` hears of them."""
         self._starts.clear()
-        found: list[LiveProcess] = []
+        found: list[EarlierWorker] = []
         for incarnation, worker in self.workers.items():
             place = self._places.get(incarnation)
             if place is not None and worker.alive:
                 self._watchers[incarnation] = watcher
-                found.append(LiveProcess(*place, incarnation))
+                found.append(EarlierWorker(*place, incarnation))
         return found
 
     def _ended(self, worker: SimWorker, reason: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from enginepool.coordinator.core.group_holds import GroupHolds
-from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import AdapterVersion, EarlierWorker, GroupWeights
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
@@ -40,12 +40,12 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Started(Event):
-    """The first event. `weights` are the committed weights by group, from the journal; `snapshots` the folders in which
-    snapshots lie, by the group option `snapshot`; `history` has the latest updates by group."""
+    """The first event. `weights` are the committed weights by group, from the journal; `found` what the launcher adopts;
+    `snapshots` the folders of snapshots, by the group option `snapshot`; `history` has the latest updates by group."""
 
     epoch: int
     weights: dict[str, GroupWeights]
-    alive: Sequence[LiveProcess] = ()
+    found: Sequence[EarlierWorker] = ()
     snapshots: dict[str, str] = {}
     #: how often peers have raised the epoch of this journal
     raises: int = 0

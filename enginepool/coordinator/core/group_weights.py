@@ -5,12 +5,13 @@ import msgspec
 from enginepool.protocol.adapters import engine_name
 
 
-class LiveProcess(msgspec.Struct, frozen=True):
-    """A worker process of an earlier coordinator that the supervisor found alive."""
+class EarlierWorker(msgspec.Struct, frozen=True):
+    """A worker process that an earlier coordinator started. `lives`: it is the worker of a slot; otherwise it has ended."""
 
     group: str
     index: int
     incarnation: str
+    lives: bool = True
 
 
 class GroupWeights(msgspec.Struct, frozen=True):

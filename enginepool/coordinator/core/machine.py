@@ -186,7 +186,8 @@ class Machine:
                 core.log(f"{line} (from the journal)")
             group.history.extend(e.history.get(name, ()))
             group.adapters.committed = {one.name: one for one in e.adapters.get(name, ())}
-            self.slots.open(group, list(e.alive))
+            self.slots.open(group, [worker for worker in e.found if worker.lives])
+        self.fleet.ended_before(worker.incarnation for worker in e.found if not worker.lives)
         self.ending.snapshots = e.snapshots
 
     def _tick(self, e: ev.Tick) -> None:

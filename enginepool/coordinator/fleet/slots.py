@@ -13,7 +13,7 @@ If the host could not make a process, the slot is not retired.
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KillWorker, StartWorker
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.group_weights import LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import back_off, end_slot, retire, start_slot
 from enginepool.coordinator.core.worker_slot import WorkerSlot
@@ -36,7 +36,7 @@ class WorkerSlots:
         self.core = core
         self.requests = requests
 
-    def open(self, group: Group, alive: list[LiveProcess]) -> None:
+    def open(self, group: Group, alive: list[EarlierWorker]) -> None:
         """Make the slots of the group. A process that survived an earlier coordinator gets time to register."""
         core = self.core
         for index in range(group.config.workers):

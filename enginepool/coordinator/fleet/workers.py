@@ -10,6 +10,7 @@ silent, the coordinator tells it to register again under a new incarnation, with
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
@@ -188,6 +189,11 @@ class WorkerRegistry:
         self._refused_order.append(incarnation)
         if len(self._refused_order) > REFUSED:
             del self._refused[self._refused_order.popleft()]
+
+    def ended_before(self, incarnations: Iterable[str]) -> None:
+        """Refuse workers that had ended when this coordinator began: what they sent it before may be read now."""
+        for incarnation in incarnations:
+            self._remember(incarnation)
 
     def exited(self, e: ev.WorkerExited) -> None:
         """The whole process group of a worker has ended. Its slot may start the next process."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core.events import WorkerExited
-from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class LauncherContext:
 class Launcher(Protocol):
     """Starts, watches and stops worker units. It reports the end of each worker by `LauncherContext.exited`."""
 
-    def adopt(self) -> list[LiveProcess]:
-        """Workers that an earlier coordinator started and that still run. They are watched from now on.
+    def adopt(self) -> list[EarlierWorker]:
+        """Workers that an earlier coordinator started. Those that live are watched from now on.
 
-        Workers of slots that the pool no longer has are stopped."""
+        Workers of slots that the pool no longer has are stopped first."""
         ...
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:

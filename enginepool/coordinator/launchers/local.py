@@ -20,7 +20,7 @@ import psutil
 
 from enginepool.config import GroupConfig, gpus_per_worker
 from enginepool.coordinator.core.events import WorkerExited
-from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
+from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable
@@ -89,8 +89,8 @@ class LocalLauncher:
 
     # --- starting ------------------------------------------------------------------------------------------------------
 
-    def adopt(self) -> list[LiveProcess]:
-        found: list[LiveProcess] = []
+    def adopt(self) -> list[EarlierWorker]:
+        found: list[EarlierWorker] = []
         for path in sorted(self._records.glob("*.json")):
             record = read_record(path, WorkerRecord)
             if record is None:
@@ -103,7 +103,7 @@ class LocalLauncher:
                 self._watch(record, ChildProcess(record.pid))
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
                 self._when_usable(record.group, record.index)  # for its successor
-                found.append(LiveProcess(record.group, record.index, record.incarnation))
+                found.append(EarlierWorker(record.group, record.index, record.incarnation))
                 log(f"worker {record.incarnation} of an earlier coordinator still runs as process {record.pid}")
                 continue
             # Another process may have the pid by now, but not while the session of the worker has members.
@@ -115,6 +115,7 @@ class LocalLauncher:
             else:
                 last = self.last_line(record.incarnation)
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
+            found.append(EarlierWorker(record.group, record.index, record.incarnation, lives=False))
             path.unlink()
         return found
 

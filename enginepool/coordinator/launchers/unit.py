@@ -142,9 +142,10 @@ class Unit:
     async def run(self) -> int | None:
         """Run the workers until `stop`, or until none can be started. Returns the exit code; None: the group has other settings
         now."""
-        for process in self._launcher.adopt():
-            self._exits[process.incarnation] = self._loop.create_future()
-            self._launcher.stop(process.incarnation, "left by an earlier unit")
+        for worker in self._launcher.adopt():
+            if worker.lives:
+                self._exits[worker.incarnation] = self._loop.create_future()
+                self._launcher.stop(worker.incarnation, "left by an earlier unit")
         await self._all_ended()
         if not self._stopping:
             self._keepers = [self._loop.create_task(self._keep(index)) for index in range(self._unit.workers)]

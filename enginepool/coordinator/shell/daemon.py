@@ -115,9 +115,9 @@ class Daemon:
             self.journal.write(msgspec.structs.replace(self.journal.record, epoch=epoch), ROOM)
         except OSError as error:
             raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
-        alive = self.launcher.adopt()
+        found = self.launcher.adopt()
         record, history = self.journal.record, self._writer.read_history(self.config.groups)
-        started = ev.Started(time.monotonic(), epoch, record.weights, alive, self._snapshots.paths, record.raises, history)
+        started = ev.Started(time.monotonic(), epoch, record.weights, found, self._snapshots.paths, record.raises, history)
         self.handle(msgspec.structs.replace(started, holds=record.holds, adapters=record.adapters))
         if self._lifeline is not None:
             # The program that embeds this pool has ended, and with it all clients.
