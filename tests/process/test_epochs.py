@@ -64,7 +64,7 @@ def test_a_clock_set_back_with_the_journal_lost_stops_no_peer(processes: Process
         async with Pool.connect(served.address, connect_timeout=PATIENCE_S) as pool, asyncio.timeout(PATIENCE_S):
             await pool.ready()
             before = await until(pool, lambda pids: len(pids) == 2)
-            epoch = (await pool.status()).epoch
+            epoch = (await pool.status(PATIENCE_S)).epoch
             served.lose()
             if left == "clients":
                 end_workers(f"{tmp_path}/state")
@@ -75,7 +75,7 @@ def test_a_clock_set_back_with_the_journal_lost_stops_no_peer(processes: Process
             assert (await ids).scores.shape == (await text).scores.shape == (1, 1)
             after = await until(pool, lambda pids: len(pids) == 2)
             assert (sorted(after) == sorted(before)) == (left == "workers"), "no model is loaded again"
-            raised = (await pool.status()).epoch
+            raised = (await pool.status(PATIENCE_S)).epoch
             assert raised > epoch
         told = served.log.read_text()
         assert "has heard epoch" in told
@@ -84,7 +84,7 @@ def test_a_clock_set_back_with_the_journal_lost_stops_no_peer(processes: Process
         assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
         served.start(1_000_000_000)
         async with Pool.connect(served.address, connect_timeout=PATIENCE_S) as pool:
-            assert (await pool.status()).epoch > raised
+            assert (await pool.status(PATIENCE_S)).epoch > raised
         served.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(served.process.wait, PATIENCE_S)
         assert served.log.read_text().count("has heard epoch") == told.count("has heard epoch") == 1

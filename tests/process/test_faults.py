@@ -99,7 +99,7 @@ class Load:
 
 
 async def worker_pids(pool: Pool) -> list[int]:
-    return [w.pid for group in (await pool.status()).groups for w in group.workers if w.pid]
+    return [w.pid for group in (await pool.status(PATIENCE_S)).groups for w in group.workers if w.pid]
 
 
 async def until(pool: Pool, wanted: Callable[[list[int]], bool]) -> list[int]:
@@ -117,7 +117,7 @@ async def all_ready(pool: Pool) -> list[int]:
     """Wait until two workers serve."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            workers = (await pool.status()).groups[0].workers
+            workers = (await pool.status(PATIENCE_S)).groups[0].workers
             if [worker.stage for worker in workers] == ["ready", "ready"]:
                 return [worker.pid for worker in workers]
             await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ def test_workers_that_are_killed_or_stopped_under_load_lose_nothing(daemon: Daem
 
 async def status(address: str) -> StatusReport:
     async with Pool.connect(address) as pool:
-        return await pool.status()
+        return await pool.status(PATIENCE_S)
 
 
 def test_a_coordinator_that_is_killed_under_load_loses_nothing(processes: Processes, daemon: Daemon) -> None:
@@ -160,14 +160,14 @@ def test_a_coordinator_that_is_killed_under_load_loses_nothing(processes: Proces
         async with Load(daemon.address).running() as load:
             async with Pool.connect(daemon.address) as watcher:
                 before = await until(watcher, lambda pids: len(pids) == 2)
-                epoch = (await watcher.status()).epoch
+                epoch = (await watcher.status(PATIENCE_S)).epoch
             daemon.kill()
             await asyncio.to_thread(lambda: ForkedDaemon(processes, daemon.config).listening())
             await load.answers(50)
             async with Pool.connect(daemon.address) as watcher:
                 after = await until(watcher, lambda pids: len(pids) == 2)
                 assert sorted(after) == sorted(before), "the workers are the same processes"
-                assert (await watcher.status()).epoch > epoch
+                assert (await watcher.status(PATIENCE_S)).epoch > epoch
 
     run(scenario)
 
@@ -236,7 +236,7 @@ def test_a_client_that_is_cut_off_harms_no_other_and_leaves_nothing_behind(proce
             await load.answers(100)
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
             while True:
-                report = await pool.status()
+                report = await pool.status(PATIENCE_S)
                 if report.clients == 1 and not report.groups[0].queued and not report.groups[0].running:
                     break
                 await asyncio.sleep(0.1)
@@ -259,7 +259,7 @@ def test_a_cancelled_call_is_taken_back(processes: Processes, tmp_path: Path) ->
             assert any(isinstance(o, asyncio.CancelledError) for o in outcomes)
             assert not any(isinstance(o, EnginepoolError) and not isinstance(o, RequestCancelled) for o in outcomes)
             async with asyncio.timeout(PATIENCE_S):
-                while (group := (await pool.status()).groups[0]).queued or group.running:
+                while (group := (await pool.status(PATIENCE_S)).groups[0]).queued or group.running:
                     await asyncio.sleep(0.05)
 
     run(scenario)
@@ -275,7 +275,7 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Process
             await pool.ready()
             calls = [asyncio.create_task(pool.score([1], [[i]], label_token_ids=LABELS)) for i in range(1, 30)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            await pool.status()  # asked after them on the same link: all of them have come in
+            await pool.status(PATIENCE_S)  # asked after them on the same link: all of them have come in
             daemon.process.send_signal(signal.SIGTERM)
             for i, result in enumerate(await asyncio.gather(*calls), start=1):
                 np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS)["scores"])
@@ -331,7 +331,7 @@ def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(proce
             await all_ready(pool)  # both, so that all calls have begun
             calls = [asyncio.create_task(pool.score([1], [[i]], label_token_ids=LABELS)) for i in range(1, 30)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            await pool.status()
+            await pool.status(PATIENCE_S)
             daemon.process.send_signal(signal.SIGHUP)
             await asyncio.to_thread(daemon.wait_for, "draining")
             daemon.process.send_signal(signal.SIGHUP)
@@ -352,8 +352,8 @@ def test_a_coordinator_that_was_told_to_ignore_hangups_does(processes: Processes
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
             daemon.process.send_signal(signal.SIGHUP)
-            await pool.status()  # by then it has seen the signal
-            assert not (await pool.status()).draining
+            await pool.status(PATIENCE_S)  # by then it has seen the signal
+            assert not (await pool.status(PATIENCE_S)).draining
 
     run(scenario)
     assert daemon.end() == 0
@@ -370,7 +370,7 @@ def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_tr
     async def workers_load() -> None:
         """A worker that is not connected yet would be ended at once."""
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
-            while {worker.stage for worker in (await pool.status()).groups[0].workers} != {"loading"}:
+            while {worker.stage for worker in (await pool.status(PATIENCE_S)).groups[0].workers} != {"loading"}:
                 await asyncio.sleep(0.05)
 
     run(workers_load)
@@ -450,13 +450,13 @@ def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(proc
     async def scenario() -> GroupStatus:
         async with Pool.connect(daemon.address) as pool:
             await pool.ready(timeout=PATIENCE_S)
-            assert (await pool.status()).groups[0].halvings == 1, "both died of the same"
+            assert (await pool.status(PATIENCE_S)).groups[0].halvings == 1, "both died of the same"
             async with Load(daemon.address).running() as load:
                 async with asyncio.timeout(PATIENCE_S):
-                    while (await pool.status()).groups[0].halvings == 1:
+                    while (await pool.status(PATIENCE_S)).groups[0].halvings == 1:
                         await load.answers(1)
                 await load.answers(50)
-            return (await pool.status()).groups[0]
+            return (await pool.status(PATIENCE_S)).groups[0]
 
     group = asyncio.run(scenario())
     assert group.halvings in (2, 3), "the other worker had batches of 4 rows as well"
@@ -474,7 +474,7 @@ def test_a_successor_with_fewer_places_ends_the_workers_that_have_none(processes
         end = time.monotonic() + PATIENCE_S
         async with Pool.connect(daemon.address) as pool:
             while True:
-                found = (await pool.status()).groups[0].workers
+                found = (await pool.status(PATIENCE_S)).groups[0].workers
                 if all(worker.stage == "ready" for worker in found):
                     return {worker.name: worker.pid for worker in found}
                 assert time.monotonic() < end, found

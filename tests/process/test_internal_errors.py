@@ -66,9 +66,9 @@ def pids(report: StatusReport) -> set[int]:
 async def ready(pool: Pool) -> StatusReport:
     await pool.ready(PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
-        while any(worker.stage != "ready" for worker in (await pool.status()).groups[0].workers):
+        while any(worker.stage != "ready" for worker in (await pool.status(PATIENCE_S)).groups[0].workers):
             await asyncio.sleep(0.05)
-    return await pool.status()
+    return await pool.status(PATIENCE_S)
 
 
 def test_a_request_that_ends_every_coordinator_ends_the_pool_with_the_reason(
@@ -174,7 +174,7 @@ def test_a_coordinator_ends_with_the_command_that_started_it(
             served.process.wait()
             again = Served(processes, tmp_path, make=subprocess.Popen)
             async with asyncio.timeout(PATIENCE_S):
-                while (await pool.status()).epoch == before.epoch:
+                while (await pool.status(PATIENCE_S)).epoch == before.epoch:
                     await asyncio.sleep(0.05)
             after = await ready(pool)
             assert pids(after) == pids(before), "adopted"

@@ -111,7 +111,7 @@ def test_a_coordinator_that_ends_alone_may_be_told_to_end_the_pool(processes: Pr
 
 
 async def something_runs(pool: Pool) -> bool:
-    return bool((await pool.status()).groups[0].running)
+    return bool((await pool.status(PATIENCE_S)).groups[0].running)
 
 
 # --- a pool that belongs to a program ----------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ def test_an_embedded_coordinator_that_is_stopped_alone_is_started_again_and_keep
             await pool.ready(PATIENCE_S)
             before = await until(pool, lambda pids: len(pids) == 2)
             for number in range(6):  # more often than crashes are forgiven
-                epoch = (await pool.status()).epoch
+                epoch = (await pool.status(PATIENCE_S)).epoch
                 coordinator_of().send_signal(signal.SIGUSR1)
                 result = await pool.score([1], [[number]], label_token_ids=[1])
                 assert result.scores.shape == (1, 1)
-                while (await pool.status()).epoch == epoch:
+                while (await pool.status(PATIENCE_S)).epoch == epoch:
                     await asyncio.sleep(0.01)
             assert sorted(await until(pool, lambda pids: len(pids) == 2)) == sorted(before)
 
