@@ -6,11 +6,30 @@ from typing import Any, cast
 
 import pytest
 
+from enginepool.protocol.messages import FrameSpec, Sampling, StartGeneration
 from enginepool.protocol.messages.weight_reports import Finding
-from enginepool.protocol.messages.weights import Committed, MemoryRegion, Prepare, Prepared, ReleaseWeights, VerifyWeights
-from enginepool.workers.engine import Engine
-from enginepool.workers.engine_weights import NewWeights
-from enginepool.workers.events import EngineLost, LoadPrepared, RunWeights, WeightsAnswered, WorkerEvent
+from enginepool.protocol.messages.weights import (
+    Committed,
+    LoadWeights,
+    MemoryRegion,
+    Prepare,
+    Prepared,
+    ReleaseWeights,
+    VerifyWeights,
+)
+from enginepool.workers.between_batches import BetweenBatches
+from enginepool.workers.engine import Emit, Engine, GenerationTask, NewTokens, PauseMode
+from enginepool.workers.engine_weights import LoadTimes, NewWeights
+from enginepool.workers.events import (
+    EngineLost,
+    LoadPrepared,
+    RunGeneration,
+    RunWeights,
+    StepsDone,
+    WeightsAnswered,
+    WorkerEvent,
+)
+from enginepool.workers.generation import GenerationRunner
 from enginepool.workers.weights import executor as weights
 from enginepool.workers.weights.executor import WeightExecutor
 from enginepool.workers.weights.worker_update import WorkerUpdate
@@ -110,3 +129,52 @@ def test_the_next_update_waits_for_what_is_done_aside_and_no_longer(opens: bool)
     assert isinstance(answered, WeightsAnswered) and isinstance(answered.answer, Prepared)
     assert answered.answer.update == NEXT
     assert engine.digest == ("d" if opens else "e") * 32
+
+
+class SteppingEngine:
+    """Its last step is over when it is paused, and neither a pause nor a load waits for anything."""
+
+    version, digest = 1, "d" * 32
+    emit: Emit
+
+    def __init__(self) -> None:
+        self.weights = self
+
+    async def generate(self, _task: GenerationTask, emit: Emit) -> None:
+        self.emit = emit
+        await asyncio.Event().wait()
+
+    def check_pause(self, _mode: PauseMode) -> None: ...
+
+    async def pause(self, _mode: PauseMode, *, confirmed: bool = True) -> None:
+        self.emit(NewTokens(0, [11]))
+
+    async def load_weights(self, _weights: NewWeights, version: int, digest: str, _running: Any = None) -> LoadTimes:
+        self.version, self.digest = version, digest
+        return LoadTimes(0.0, 0.0)
+
+
+def test_tokens_of_the_old_weights_are_said_before_the_new_ones_are() -> None:
+    events: list[WorkerEvent] = []
+
+    async def run() -> None:
+        loaded = asyncio.Event()
+
+        def feed(event: WorkerEvent) -> None:
+            events.append(event)
+            if isinstance(event, WeightsAnswered):
+                loaded.set()
+
+        engine = cast(Engine, SteppingEngine())
+        generations = GenerationRunner(engine, feed, asyncio.create_task, BetweenBatches())
+        start = StartGeneration((7, 1), [FrameSpec("prompt", "int32", (1,))], Sampling())
+        generations.run(RunGeneration(start, (bytes(4),)))
+        await asyncio.sleep(0)  # it is inside
+        worker = WeightExecutor("", engine, feed, asyncio.create_task)
+        update = WorkerUpdate(Prepare(UPDATE, 2, "set_version", generations="retract"), "")
+        worker.run(RunWeights(LoadWeights(UPDATE, 2), (), update, "retract"))
+        async with asyncio.timeout(60):
+            await loaded.wait()
+
+    asyncio.run(run())
+    assert [type(event) for event in events] == [StepsDone, WeightsAnswered]
