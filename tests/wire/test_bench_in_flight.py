@@ -53,7 +53,7 @@ def test_tokens_are_timed_and_none_is_lost_while_weights_change() -> None:
                     record = await publisher.publish(some_weights(version), version, in_flight=mode)  # type: ignore[arg-type]
                     return {"began": 0.0, "ended": 1.0, "record": {"phases": record.phases}}
 
-                phase = await measure(pool, publish, "in_place", 1, Scale(4, 5, 100, 2, 0.05, 0.1, 1, 0.0), 1000)
+                phase = await measure(pool, publish, "in_place", 1, Scale(4, 5, 100, 2, 0.05, 1.0, 1, 0.0), 1000)
         rows = rows_of(phase)
         found = {row.what: row.value for row in rows}
         assert found[f"in_place: {STILL}"] and found["in_place: answers"] >= 4 and found["in_place: answers that failed"] == 0
