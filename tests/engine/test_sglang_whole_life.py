@@ -118,7 +118,7 @@ def test_a_pool_that_is_started_as_users_do_it_scores_has_its_worker_back_and_le
         groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
-        timing=Timing(silence_s=60.0),
+        timing=Timing(silence_s=60.0, starting_s=600.0),
     )
     daemon = Daemon(processes, config).listening()
 
