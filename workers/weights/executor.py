@@ -285,7 +285,7 @@ class WeightExecutor:
                 asks = bool(weights.regions or weights.checkpoint or weights.group)
                 running = await self._pauses.pause(PAUSED_FOR, running, confirmed=not asks)
             times = await self._engine.weights.load_weights(weights, message.version, digest, running)
-            await asyncio.sleep(0)  # tokens of the old weights are said before the new ones are
+            await asyncio.sleep(0)  # the loop's next turn sends tokens of the old weights, which are called by their version
         except (CheckpointError, EngineError) as error:
             await self._pauses.resume(PAUSED_FOR)
             return WeightsLoaded(message.update, code="engine_error", message=str(error))

@@ -40,8 +40,8 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Started(Event):
-    """The first event. `weights` are the committed weights by group, from the journal; `found` what the launcher adopts;
-    `snapshots` the folders of snapshots, by the group option `snapshot`; `history` has the latest updates by group."""
+    """The first event. By group: `weights`, the committed ones of the journal, and `history`, the latest updates. `found`: the
+    workers of an earlier coordinator. `snapshots`: the folders of snapshots, by the group option `snapshot`."""
 
     epoch: int
     weights: dict[str, GroupWeights]

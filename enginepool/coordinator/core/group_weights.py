@@ -1,4 +1,4 @@
-"""What a coordinator finds when it starts: committed weights and adapters of groups, and live worker processes. Pure."""
+"""What a coordinator finds when it starts: committed weights and adapters of groups, and earlier workers. Pure."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from enginepool.protocol.adapters import engine_name
 
 
 class EarlierWorker(msgspec.Struct, frozen=True):
-    """A worker process that an earlier coordinator started. `lives`: it is the worker of a slot; otherwise it has ended."""
+    """A worker process that an earlier coordinator started. `lives`: it runs in a slot of the pool; otherwise it has ended."""
 
     group: str
     index: int

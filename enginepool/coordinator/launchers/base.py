@@ -42,9 +42,9 @@ class Launcher(Protocol):
     """Starts, watches and stops worker units. It reports the end of each worker by `LauncherContext.exited`."""
 
     def adopt(self) -> list[EarlierWorker]:
-        """Workers that an earlier coordinator started. Those that live are watched from now on.
+        """Workers that an earlier coordinator started. Those that run are watched from now on.
 
-        Workers of slots that the pool no longer has are stopped first."""
+        First, workers of slots that the pool no longer has are stopped."""
         ...
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
