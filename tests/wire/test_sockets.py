@@ -60,6 +60,13 @@ class Bench:
             while len(self.taken) < count:
                 await asyncio.sleep(0.001)
 
+    async def hello(self, peer: "zmq.Socket[bytes]") -> Link:
+        """The first message of a peer arrives. Returns its link."""
+        count = len(self.taken)
+        peer.send(b"hello")
+        await self.until(count + 1)
+        return self.taken[-1][1]
+
     def play(self, scene: Callable[[], Coroutine[None, None, None]]) -> None:
         """What happens on the loop; everything is closed after it."""
         try:
@@ -88,9 +95,7 @@ def test_a_message_that_a_send_swallowed_the_news_of_is_received_in_the_same_tur
     async def scene() -> None:
         bench.listen()
         worker = bench.peers[1]
-        worker.send(b"hello")
-        await bench.until(1)
-        link = bench.taken[0][1]
+        link = await bench.hello(worker)
         # The loop does not run from here on: the message arrives, and the send takes the news of it.
         worker.send(b"swallowed")
         readable, _, _ = select.select([bench.workers.fd], [], [], PATIENCE_S)
@@ -113,9 +118,7 @@ def test_every_message_of_a_conversation_is_taken_and_acted_upon(loop: asyncio.A
     async def scene() -> None:
         bench.listen()
         for peer, router, name in zip(bench.peers, (bench.clients, bench.workers), ("client", "worker"), strict=True):
-            peer.send(b"hello")
-            await bench.until(len(bench.taken) + 1)
-            link = bench.taken[-1][1]
+            link = await bench.hello(peer)
             for i in range(rounds):
                 count = len(bench.taken)
                 peer.send_multipart([b"%d" % i, b"x"])
@@ -151,9 +154,7 @@ def test_what_a_peer_has_not_read_is_counted_in_bytes_wherever_it_lies(
 
     async def scene() -> None:
         bench.listen()
-        peer.send(b"hello")
-        await bench.until(1)
-        link = bench.taken[0][1]
+        link = await bench.hello(peer)
         count = 3_000_000 // size
         for _ in range(count):
             assert router.send(link, [b"header", bytes(size)])
@@ -180,9 +181,7 @@ def test_a_peer_that_leaves_too_much_unread_is_disconnected(loop: asyncio.Abstra
 
     async def scene() -> None:
         bench.listen()
-        peer.send(b"hello")
-        await bench.until(1)
-        link = bench.taken[0][1]
+        link = await bench.hello(peer)
         sends = 0
         while not bench.cut:
             assert router.send(link, [bytes(size)])
@@ -209,9 +208,7 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
 
     async def scene() -> None:
         bench.listen()
-        peer.send(b"hello")
-        await bench.until(1)
-        assert bench.clients.send(bench.taken[0][1], [b"an answer"])
+        assert bench.clients.send(await bench.hello(peer), [b"an answer"])
         async with asyncio.timeout(PATIENCE_S):
             while not bench.cut:
                 await asyncio.sleep(0.01)
@@ -225,9 +222,7 @@ def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: as
 
     async def scene() -> None:
         bench.listen()
-        peer.send(b"hello")
-        await bench.until(1)
-        assert router.send(bench.taken[0][1], [bytes(CLIENT_PROOF)])
+        assert router.send(await bench.hello(peer), [bytes(CLIENT_PROOF)])
         peer.close()
         async with asyncio.timeout(PATIENCE_S):
             while router.unread:
@@ -313,9 +308,7 @@ def test_a_coordinator_that_ends_waits_for_a_client_to_read_its_last_answer(
     async def scene() -> None:
         bench.listen()
         client = bench.peers[0]
-        client.send(b"hello")
-        await bench.until(1)
-        link = bench.taken[0][1]
+        link = await bench.hello(client)
         assert bench.clients.send(link, [b"answer"])
         over = asyncio.Event()
         bench.sockets.when_read(over.set)
