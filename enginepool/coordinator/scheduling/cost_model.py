@@ -60,7 +60,8 @@ SHORT = 3
 #: widens the limit, and each batch within it narrows the limit again.
 BELIEVED, LITTLE_S = 0.5, FORWARD_S / 4
 WIDER, NARROWER, WIDEST = 1.5, 0.5, 16.0
-#: The weight of the latest batch in the fixed part on an idle engine.
+#: What the latest batch counts in the fixed part on an idle engine, once there were many. Before, all count alike, and the
+#: declared time as one of them: the worker may have measured it while its host was busy.
 IDLE_WEIGHT = 0.05
 
 
@@ -77,7 +78,7 @@ class ForwardCostModel:
     __slots__ = (
         "_alone", "_at", "_before", "_believed", "_ff", "_first_fixed", "_first_token", "_fits", "_fixed", "_fr", "_fs", "_ft",
         "_overlaps", "_row", "_rows", "_rr", "_rs", "_run_s", "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt",
-        "forward_s", "row", "said", "short", "tokens",
+        "forward_s", "idle_weight", "row", "said", "short", "tokens",
     )  # fmt: skip
 
     def __init__(self, said: int, forward_s: float = FORWARD_S, fixed_s: float = 0.0, *, overlaps: bool = True) -> None:
@@ -113,6 +114,9 @@ class ForwardCostModel:
         self._believed = BELIEVED
         #: the fixed part on an idle engine, in units
         self._alone = self._first_fixed
+        #: how much it was learned from: the declared time counts 1, a small batch up to 1, a large one hardly, as nearly all of its
+        #: time is that of its tokens and rows
+        self.idle_weight = 1.0
         #: weight of a forward of `forward_s`, in tokens; at least 1
         self.tokens = 0
         #: weight of a short forward, while requests of higher priorities arrive
@@ -191,7 +195,9 @@ class ForwardCostModel:
         elif run_s <= since_s:
             rest = expected - self._fixed * f
             found = self._believe(run_s, rest + self._alone * f) - rest
-            self._alone += IDLE_WEIGHT * (max(0.0, found) / f - self._alone)
+            share = f / (f + t + r)
+            self.idle_weight += share
+            self._alone += share * max(IDLE_WEIGHT, 1 / self.idle_weight) * (max(0.0, found) / f - self._alone)
             if found < 0.0:
                 # Its tokens and rows cost less than was thought.
                 self._fit(f, t, r, run_s)

@@ -3,7 +3,8 @@
 A packed forward computes a long query once and has one prompt for many rows, also of many requests, and its attention keeps
 items apart, which costs more for each token. So which kind is faster depends on the rows and on how many wait. Both cost models
 are learned from the batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a
-turn now and then, the less often the slower it is.
+turn now and then, the less often the slower it is. On an idle engine, it has its first turns soon: what a kind costs there is not
+seen under load, and a worker that measures it while its host is busy declares it wrongly.
 
 The requests that are next make one batch, so they decide together: one of a single row would often be plain, and the batch that
 it opens is not for it alone. A batch takes longer on an idle engine, and that counts as often as recent batches found the
@@ -19,8 +20,9 @@ from enginepool.coordinator.scheduling.lanes import Lane
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import JOINED, cheap_to_repeat
 
-#: The slower kind has one of so many batches, times the ratio of the two times.
-TURN = 32
+#: The slower kind has one of so many batches, times the ratio of the two times; on an idle engine sooner at first, the less
+#: is known of it there.
+TURN, FIRST_TURN = 32, 4
 #: So many requests stand for all that are next.
 LOOK = 8
 #: The weight of the latest batch in the share of those that followed another one.
@@ -46,7 +48,8 @@ def pack(lane: Lane[Request], worker: Worker) -> bool:
     quicker, slower = sorted((of_plain, of_packed))
     packs = of_packed <= of_plain
     in_a_row = worker.packed_in_a_row if packs else -worker.packed_in_a_row
-    return packs != (in_a_row * quicker >= TURN * slower)
+    turn = TURN if worker.row_batches else min(TURN, FIRST_TURN * (plain if packs else packed).idle_weight)
+    return packs != (in_a_row * quicker >= turn * slower)
 
 
 def count_choice(worker: Worker, *, packed: bool) -> None:
