@@ -160,6 +160,7 @@ def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
     pool.finish(pool.batches[0])
     assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
     pool.finish(pool.batches[0])
+    pool.wait(0.1)
     assert [rows(s) for s in pool.batches] == [[1, 1], [1]], "the eighth request does not join the seventh"
     pool.finish(pool.batches[0])
     assert [rows(s) for s in pool.batches] == [[1], [8]], "a request of more than the pace stays whole"
@@ -182,6 +183,7 @@ def test_half_of_the_last_follower_may_be_over_the_pace() -> None:
     for request in range(1, 5):
         pool.submit(client, request, work(1, 20))
     pool.worker(can=msgspec.structs.replace(CAN, pace=50))
+    pool.wait(0.1)
     assert [rows(s) for s in pool.batches] == [[1, 1, 1], [1]]
 
 
@@ -191,6 +193,7 @@ def test_followers_of_a_lower_priority_fill_a_short_forward() -> None:
     for request in range(1, 8):
         pool.submit(client, request, work(1, 15), priority=5 if request > 5 else 0)
     pool.worker(can=msgspec.structs.replace(CAN, pace=90))
+    pool.wait(0.1)
     assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
 
 
@@ -257,6 +260,7 @@ def test_requests_that_come_during_two_batches_wait_and_join_one() -> None:
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
     for request in range(1, 7):
         pool.submit(client, request, work(1, 15))
+        pool.wait(0.1)
     assert [rows(s) for s in pool.batches] == [[1]] * 2
     pool.finish(pool.batches[0])
     assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]]
@@ -268,7 +272,36 @@ def test_as_many_batches_are_in_flight_as_the_group_says() -> None:
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
     for request in range(1, 7):
         pool.submit(client, request, work(1, 15))
+        pool.wait(0.1)
     assert [rows(s) for s in pool.batches] == [[1]] * 3
+
+
+def test_what_is_less_than_a_forward_waits_for_more_while_another_batch_runs() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CAN, pace=100))
+    for request in range(1, 5):
+        pool.submit(client, request, work(1, 15))
+    assert [rows(s) for s in pool.batches] == [[1]], "of 25 ms of a forward, the first takes 4"
+    pool.wait(0.002)
+    assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]], "the engine has them before it is done with the first"
+    pool.finish(pool.batches[0])
+    for request in range(5, 11):
+        pool.submit(client, request, work(1, 15))
+    assert [rows(s) for s in pool.batches] == [[1, 1, 1]]
+    pool.submit(client, 11, work(1, 15))
+    assert [rows(s) for s in pool.batches] == [[1, 1, 1], [1] * 6], "a whole forward waits for nothing"
+
+
+def test_what_waits_for_more_leaves_when_the_batch_before_it_is_done_early() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CAN, pace=100))
+    pool.submit(client, 1, work(1, 90))
+    pool.submit(client, 2, work(1, 15))
+    assert [rows(s) for s in pool.batches] == [[1]]
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1]]
 
 
 def test_a_pace_may_differ_between_workers() -> None:

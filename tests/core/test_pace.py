@@ -183,7 +183,7 @@ def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float
     pace = run.end()
     assert pace.seconds(size, 1) == following, "batches that follow others are as quick as before"
     assert abs(pace.idle_s - idle_s) < 0.1 * abs(idle_s) + 0.001
-    assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.05
+    assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.1
 
 
 def test_a_worker_that_said_too_little_of_itself_is_learnt_also_where_no_batch_follows_another() -> None:

@@ -100,9 +100,14 @@ class Simulation:
     def run(self) -> dict[int, Seen]:
         """All of it, until everything is answered; by priority."""
         while self._agenda:
-            now, _, step = heapq.heappop(self._agenda)
-            self._pool.now = now
-            step(now)
+            due = self._pool.machine.core.dispatch_at
+            if due < self._agenda[0][0]:
+                now = self._pool.now = max(self._pool.now, due)
+                self._pool.do(ev.Tick(now))
+            else:
+                now, _, step = heapq.heappop(self._agenda)
+                self._pool.now = now
+                step(now)
             while self._pool.batches:
                 self._later(now + WIRE_S, partial(self._arrive, self._pool.batches.pop(0)))
             self._pool.sent.clear()

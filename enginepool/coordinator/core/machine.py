@@ -173,7 +173,7 @@ class Machine:
 
     def wake_at(self) -> float:
         """When the next `Tick` is due."""
-        return min(self._next_watch, self.core.deadlines.next(), self.weights.next())
+        return min(self._next_watch, self.core.deadlines.next(), self.weights.next(), self.core.dispatch_at)
 
     def _started(self, e: ev.Started) -> None:
         core = self.core
@@ -206,6 +206,7 @@ class Machine:
             self.adapters.watch()
         self.weights.watch()
         self.requests.overdue()
+        core.dispatch_due()
 
     def _stood_still(self) -> None:
         """Every deadline that there is moves by the time of the stall. What is done from here on has deadlines of its own."""

@@ -24,11 +24,11 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "adapters", "asleep", "batches", "cached_tokens", "capabilities", "committed", "cost", "declared", "detail", "digest",
-        "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host", "incarnation", "joined",
-        "link", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row", "packed_pace", "pid", "priorities",
-        "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since", "slot", "stage", "stamp", "state",
-        "text_bytes", "texts", "unread_media", "version",
+        "adapters", "asleep", "batches", "busy_until", "cached_tokens", "capabilities", "committed", "cost", "declared",
+        "detail", "digest", "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host",
+        "incarnation", "joined", "link", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row",
+        "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since",
+        "slot", "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -56,8 +56,8 @@ class Worker:
         self.pace: ForwardCostModel | None = None
         self.packed_pace: ForwardCostModel | None = None
         #: of the latest batches that could be either: so many in a row were packed, or (negative) plain; the share that
-        #: followed another one in the engine
-        self.packed_in_a_row, self.followed = 0, 0.0
+        #: followed another one in the engine; when its batches of rows are done, by the learned costs
+        self.packed_in_a_row, self.followed, self.busy_until = 0, 0.0, 0.0
         #: what it was told to start with
         self.halvings = group.halvings
         #: of the weights in its engine, as it says; run and version of those that a coordinator called committed last

@@ -16,6 +16,7 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.prompt_logprobs import take_prompts
 from enginepool.coordinator.requests.routed_experts import take_experts
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
+from enginepool.coordinator.scheduling.next_batch import count_done
 from enginepool.coordinator.scheduling.oom_backoff import shrink
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities, ErrorReply, Idle, Pong, Ready, Stage
@@ -131,6 +132,7 @@ class WorkerReports:
         if other is not None:
             # It learns nothing, and knows that the engine has computed something else until now.
             other.done(e.now, 0.0, 0, 0, fits=False)
+        count_done(worker, e.now)
         self.requests.outcome(batch, e)
 
     def generated(self, e: ev.TokensGenerated) -> None:

@@ -27,6 +27,7 @@ from enginepool.coordinator.scheduling.batch_limits import (
     row_share,
 )  # fmt: skip
 from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.next_batch import count_begun, wait_until
 from enginepool.coordinator.scheduling.packing_choice import count_choice, pack
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.row_cuts import cut_next, cut_rest, pack_rows, take
@@ -39,12 +40,16 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     assert can is not None and head is not None
     if (worker.pace is not None or can.cached_query) and full(worker):
         return None
-    if not head.packs:
-        return _fill_plain(core, queue, lane, worker)
-    packed = pack(lane, worker)
+    if worker.row_batches and (until := wait_until(lane, worker)) > core.now:
+        core.dispatch(head.group, until)
+        return None
+    packed = head.packs and pack(lane, worker)
     batch = (_fill_packed if packed else _fill_plain)(core, queue, lane, worker)
-    if batch is not None:
+    if batch is None:
+        return None
+    if head.packs:
         count_choice(worker, packed=packed)
+    count_begun(batch, core.now)
     return batch
 
 

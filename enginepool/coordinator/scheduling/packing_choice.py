@@ -3,8 +3,8 @@
 A packed forward computes a long query once and has one prompt for many rows, also of many requests, and its attention keeps
 items apart, which costs more for each token. So which kind is faster depends on the rows and on how many wait. Both cost models
 are learned from the batches of their kind alone. A model that is never asked again could stay wrong: so the other kind has a
-turn now and then, the less often the slower it is. On an idle engine, it has its first turns soon: what a kind costs there is not
-seen under load, and a worker that measures it while its host is busy declares it wrongly.
+turn now and then, the less often the slower it is. On an idle engine, it has its first turns soon: what a kind costs there is
+not seen under load, and a worker that measures it while its host is busy declares it wrongly.
 
 The requests that are next make one batch, so they decide together: one of a single row would often be plain, and the batch that
 it opens is not for it alone. A batch takes longer on an idle engine, and that counts as often as recent batches found the
