@@ -80,9 +80,9 @@ class Context:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "again", "answers", "clients", "config", "counter", "deadlines", "dispatch_at", "draining", "effects", "epoch", "event",
-        "full", "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes",
-        "raises", "secondary", "seq", "started", "updates", "waiting", "woken", "worker_links",
+        "again", "answers", "clients", "config", "counter", "deadlines", "delayed", "dispatch_at", "draining", "effects",
+        "epoch", "event", "full", "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows",
+        "now", "outboxes", "raises", "secondary", "seq", "started", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -126,8 +126,8 @@ class Context:
         self.keep_workers = False
         #: groups where work and a worker may have met since the last pump
         self.woken: list[Group] = []
-        #: groups where a batch waits until its worker needs it, and when the first of them does
-        self.waiting: dict[Group, None] = {}
+        #: groups of which a batch is delayed until its worker needs it, and when the first one does
+        self.delayed: dict[Group, None] = {}
         self.dispatch_at = inf
         #: what the events in hand caused and the machine has not handled yet, in order
         self.secondary: list[SecondaryEvent] = []
@@ -151,17 +151,17 @@ class Context:
             group.woken = True
             self.woken.append(group)
 
-    def dispatch(self, group: Group, at: float) -> None:
+    def delay(self, group: Group, at: float) -> None:
         """Work of `group` is to be dispatched at that time, if nothing causes it before."""
-        self.waiting[group] = None
+        self.delayed[group] = None
         self.dispatch_at = min(self.dispatch_at, at)
 
     def dispatch_due(self) -> None:
-        """Dispatch what waited until now."""
+        """Dispatch what was delayed until now."""
         if self.now >= self.dispatch_at:
-            for group in self.waiting:
+            for group in self.delayed:
                 self.wake(group)
-            self.waiting.clear()
+            self.delayed.clear()
             self.dispatch_at = inf
 
     def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:

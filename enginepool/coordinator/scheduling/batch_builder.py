@@ -41,7 +41,7 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
     if (worker.pace is not None or can.cached_query) and full(worker):
         return None
     if worker.row_batches and (until := wait_until(lane, worker)) > core.now:
-        core.dispatch(head.group, until)
+        core.delay(head.group, until)
         return None
     packed = head.packs and pack(lane, worker)
     batch = (_fill_packed if packed else _fill_plain)(core, queue, lane, worker)

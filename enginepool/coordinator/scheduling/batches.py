@@ -66,8 +66,8 @@ def pump(core: Context, group: Group) -> None:
             batch = None if other is None else _begin(core, queue, other, worker)
             lane = other if rows and other is not None else lane
         if batch is None:
-            # What waits for more to join it does not wait for room.
-            if not (group.suspects.size or group.reserved_worker is not None or group in core.waiting):
+            # A batch that is delayed does not wait for room.
+            if not (group.suspects.size or group.reserved_worker is not None or group in core.delayed):
                 group.blocked = lane.head
             break
         send_batch(core, batch)
