@@ -254,26 +254,17 @@ def by_priority(pool: Pool) -> list[tuple[int, list[int]]]:
     return [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
 
 
-def test_requests_that_come_during_two_batches_wait_and_join_one() -> None:
-    pool = Pool()
+@pytest.mark.parametrize("forwards", [2, 3])
+def test_as_many_batches_are_in_flight_as_the_group_says_and_what_comes_meanwhile_joins_one(forwards: int) -> None:
+    pool = Pool(config(forwards_in_flight=forwards))
     client = pool.client()
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
-    for request in range(1, 7):
+    for request in range(1, forwards + 4):
         pool.submit(client, request, work(1, 15))
         pool.wait(0.1)
-    assert [rows(s) for s in pool.batches] == [[1]] * 2
+    assert [rows(s) for s in pool.batches] == [[1]] * forwards
     pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]]
-
-
-def test_as_many_batches_are_in_flight_as_the_group_says() -> None:
-    pool = Pool(config(forwards_in_flight=3))
-    client = pool.client()
-    pool.worker(can=msgspec.structs.replace(CAN, pace=40))
-    for request in range(1, 7):
-        pool.submit(client, request, work(1, 15))
-        pool.wait(0.1)
-    assert [rows(s) for s in pool.batches] == [[1]] * 3
+    assert [rows(s) for s in pool.batches] == [[1]] * (forwards - 1) + [[1, 1, 1]]
 
 
 def test_what_is_less_than_a_forward_waits_for_more_while_another_batch_runs() -> None:

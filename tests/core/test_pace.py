@@ -107,9 +107,9 @@ def test_a_hundred_batches_of_many_shapes_are_enough(token: float, row_s: float,
         return sum(wrong) / len(wrong)
 
     random_shapes = [shape() for _ in range(200)]
-    errors = [error() for _ in range(3)]
+    errors = sorted(error() for _ in range(5))
     # Where noise of 10 % and two outliers fall badly, one of a hundred is off by more than a tenth.
-    assert median(errors) < 0.15 and max(errors) < 0.2, errors
+    assert median(errors) < 0.1 and errors[-2] < 0.15, errors
 
 
 @given(token=st.floats(0.4, 3.0), row_s=st.floats(0.0, 0.001), seed=st.integers(0, 1 << 32))
@@ -173,7 +173,7 @@ def test_what_large_batches_took_is_not_forgotten_while_all_are_small(
 def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float, size: int, seed: int) -> None:
     random = Random(seed)
     run = Batches()
-    for _ in range(60):
+    for _ in range(120):
         tokens = random.randint(500, 12_000)
         run.run(0.003 + tokens * TOKEN_S, tokens, 1)
     following = run.end().seconds(size, 1)
@@ -183,7 +183,7 @@ def test_a_batch_on_an_idle_engine_says_what_it_takes_longer_there(idle_s: float
     pace = run.end()
     assert pace.seconds(size, 1) == following, "batches that follow others are as quick as before"
     assert abs(pace.idle_s - idle_s) < 0.1 * abs(idle_s) + 0.001
-    assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.1
+    assert abs(following / (0.003 + size * TOKEN_S) - 1) < 0.05
 
 
 def test_a_worker_that_said_too_little_of_itself_is_learnt_also_where_no_batch_follows_another() -> None:

@@ -114,8 +114,8 @@ class ForwardCostModel:
         self._believed = BELIEVED
         #: the fixed part on an idle engine, in units
         self._alone = self._first_fixed
-        #: how much it was learned from: the declared time counts 1, a small batch up to 1, a large one hardly, as nearly all of
-        #: its time is that of its tokens and rows
+        #: the sum of the weights of what it was learned from: the declared time has 1, and a small batch up to 1. A large batch
+        #: has hardly any, as nearly all of its time is that of its tokens and rows.
         self.idle_weight = 1.0
         #: weight of a forward of `forward_s`, in tokens; at least 1
         self.tokens = 0
