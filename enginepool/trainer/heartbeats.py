@@ -26,6 +26,8 @@ _MEETING_S = 0.01
 SUSPECT_S = 2.5
 #: a failure of one rank is believed after so long: a rank that is lost makes the collectives of the others fail
 BELIEVE_S = 3.0
+#: a rank that leaves an update waits so long at most until the store has its last word
+_LAST_WORD_S = 2.0
 
 
 class RankFailed(Exception):
@@ -136,10 +138,11 @@ class Heartbeats:
         self._error: tuple[Exception, float] | None = None
         self._broken = False
         self._ends = False
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin the update."""
-        threads.start(self._run, "trainer-heartbeats")
+        self._thread = threads.start(self._run, "trainer-heartbeats")
 
     def wait_for_all(self) -> None:
         """Until all ranks that this one watches have begun the update. Raises RankFailed: one has not, or failed."""
@@ -170,11 +173,14 @@ class Heartbeats:
             return self._reason or next(iter(self._failures.values()), "")
 
     def end(self, failure: str = "") -> None:
-        """The update is over on this rank. `failure`: what ranks hear that have not been told otherwise."""
+        """The update is over on this rank, and the other ranks can read it: else one that calls for the next update would begin
+        this one. `failure`: what ranks hear that have not been told otherwise."""
         with self._changed:
             self._own = self._own or brief(failure)
             self._ends = True
             self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_LAST_WORD_S)
 
     def _run(self) -> None:
         try:

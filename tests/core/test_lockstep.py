@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import ErrorReply
-from enginepool.trainer.heartbeats import Heartbeats, RankFailed
+from enginepool.trainer.heartbeats import Heartbeats, RankFailed, Word
 from enginepool.trainer.tensors import SendPlan, make_plan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, follow
 
@@ -151,6 +152,14 @@ def test_a_rank_that_is_gone_is_no_error_of_the_source(
     with caplog.at_level(logging.WARNING, "enginepool"):
         ranks.end(GIVEN_UP)
     assert "cannot be told how the update ended: trainer rank 1 has not called `publish` for 4 s" in caplog.text
+
+
+def test_the_ranks_can_read_that_an_update_is_over_before_its_caller_goes_on(pair: Pair) -> None:
+    """A rank that calls for the next update does not begin the one that rank 0 has given up."""
+    for turn in range(1, 21):
+        pair.heartbeats(0, 7).end("given up")
+        word = msgspec.json.decode(dist.PrefixStore("beats", pair.store).get("word/0"), type=Word)
+        assert word == Word(turn, 7, word.beat, True, "given up")
 
 
 def test_a_rank_that_fails_is_named_while_the_others_are_still_in_their_gather(pair: Pair) -> None:
