@@ -1146,6 +1146,18 @@ def committed_before(**kwargs: Any) -> UpdatePool:
     return pool
 
 
+def test_a_worker_that_missed_that_its_version_is_committed_hears_it_when_it_is_back() -> None:
+    """Also of a version without a digest, which `set_version` makes: an engine that kept its generations waits for that."""
+    pool = UpdatePool()
+    pool.do(ev.Started(0, EPOCH, {"g": GroupWeights(4, "")}))
+    link = pool.worker("w", ready=False)
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
+    told = pool.do(ev.WorkerSaid(0, link, Ready(CAN, 4, "", (0, 3))))
+    assert of_type(told, Committed) == [Committed((0, 0), 4, "")]
+    told = pool.do(ev.WorkerSaid(0, link, Ready(CAN, 4, "", (0, 4))))
+    assert not of_type(told, Committed), "it knows"
+
+
 def said_of_workers(pool: UpdatePool, link: bytes) -> list[tuple[str, str]]:
     """What the status says of each: its stage and detail."""
     (report,) = [s.message for s in pool.do(ev.StatusAsked(0, link, 1))]

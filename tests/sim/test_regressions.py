@@ -54,6 +54,12 @@ GENERATIONS = [
         ("updates", "sleeping"),
         "generations that named version 3 went on in their engines when versions began again, and got tokens of version 2",
     ),
+    (
+        835217,
+        2,
+        ("updates", "paced"),
+        "a version without a digest was committed while a link was down: an engine that kept its sequences stood still",
+    ),
     (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
     (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
     (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),

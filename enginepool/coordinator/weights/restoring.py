@@ -69,8 +69,8 @@ class Restoring:
             self.fleet.log(worker, f"worker {worker.name} has restored the committed weight version {weights.version}")
         have_weights(self.core, worker)
         group.weights_lost = ""
-        if weights.digest:
-            # Its stager may not have heard that what it holds is committed.
+        if weights.digest or worker.committed != (weights.run, weights.version):
+            # It or its stager may not have heard that what it holds is committed.
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
 
