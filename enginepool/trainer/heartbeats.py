@@ -27,7 +27,7 @@ SUSPECT_S = 2.5
 #: a failure of one rank is believed after so long: a rank that is lost makes the collectives of the others fail
 BELIEVE_S = 3.0
 #: a rank that leaves an update waits so long at most until the store has its last word
-_LAST_WORD_S = 2.0
+_LAST_WORD_S = 1.0
 
 
 class RankFailed(Exception):
