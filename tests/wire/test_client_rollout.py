@@ -56,6 +56,11 @@ class RolloutCoordinator(GeneratingCoordinator):
         with self._lock:
             return [(link, request, sent) for link, request, _, sent in self._streams.values()]
 
+    def stop_none(self) -> None:
+        """Later requests get all their tokens. What is being answered now ends as it began."""
+        with self._lock:
+            self.stops = {}
+
     def let_go(self, first: int) -> None:
         """The streams of this prompt go on to their end."""
         with self._lock:
@@ -362,7 +367,7 @@ def test_interrupted_samples_are_generated_again(coordinator: RolloutCoordinator
     seen: list[int] = []
 
     async def reward(row: Any, sample: Generation) -> float:
-        coordinator.stops = {}
+        coordinator.stop_none()
         seen.append(int(sample.token_ids[0]))
         return 1
 
