@@ -399,6 +399,40 @@ def test_a_stream_that_is_sent_again_on_a_new_link_goes_on_after_what_its_client
     assert len(pool.tasks()) == 1, "it runs once"
 
 
+def test_a_stream_that_comes_with_other_tokens_than_its_run_here_takes_the_place_of_that_run() -> None:
+    """Its answer was lost, and dropped here for its age or size. A message from before the answer had begun another run."""
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, stream=True))
+    [other] = pool.tasks()
+    pool.step(link, (other, 0, 0, [7], ""))
+    pool.submit(client, 1, generate(3, stream=True, output=[[1, 2]]))
+    task = pool.tasks()[-1]
+    assert task is not other and np.frombuffer(task.frames[0], np.int32).tolist() == [0, 1, 2, 1, 2]
+    assert not pool.step(link, (other, 0, 1, [8], "")), "it was stopped"
+    sent = pool.step(link, (task, 0, 2, [3], "stop"))
+    assert streamed(sent) == [(1, 0, 2, 0, [3])] and outputs(sent)[1][1] == [[3]]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_an_end_that_its_client_knows_ends_a_stream_that_runs_here(partial: bool) -> None:
+    """A client calls a partial one interrupted on its own: it goes on where it runs."""
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, stream=True, partial=partial))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [7], ""))
+    ended = [SequenceEnd(0, "interrupted")]
+    sent = pool.submit(client, 1, generate(3, stream=True, partial=partial, output=[[7]], ended=ended))
+    if partial:
+        assert streamed(pool.step(link, (task, 0, 1, [8], ""))) == [(1, 0, 1, 0, [8])]
+    else:
+        message, rows = outputs(sent)[1]
+        assert (rows, message.starts, message.ended[0].reason) == ([[]], [1], "interrupted")
+
+
 def test_after_a_restart_of_the_coordinator_a_stream_goes_on_after_the_tokens_that_it_brings_along() -> None:
     pool = GeneratingPool()
     client = pool.client()

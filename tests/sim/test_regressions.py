@@ -60,6 +60,12 @@ GENERATIONS = [
         ("updates", "paced"),
         "a version without a digest was committed while a link was down: an engine that kept its sequences stood still",
     ),
+    (
+        835508,
+        5,
+        ("updates", "paced"),
+        "an answer was lost and dropped: the client got tokens of another run of the same request, after its end",
+    ),
     (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
     (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
     (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),

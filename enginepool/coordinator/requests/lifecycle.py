@@ -215,6 +215,11 @@ class RequestLifecycle:
             self.core.effects.append(ToClient(request.client.link, failure))
         self.core.wake(request.group)
 
+    def withdraw(self, request: Request) -> None:
+        """Forget a live request: what its client has sent now takes its place."""
+        self._release(request)
+        self.core.wake(request.group)
+
     def no_memory(self, request: Request) -> None:
         """The process has no memory for what this request needs now; its client sends it again."""
         self.shed(request, out_of_memory(request.id))
