@@ -173,8 +173,8 @@ class Heartbeats:
             return self._reason or next(iter(self._failures.values()), "")
 
     def end(self, failure: str = "") -> None:
-        """The update is over on this rank, and the other ranks can read it: else one that calls for the next update would begin
-        this one. `failure`: what ranks hear that have not been told otherwise."""
+        """The update is over on this rank. Returns when the other ranks can read that: a rank that has called `publish` for the
+        next update would begin this one otherwise. `failure`: what ranks hear that have not been told otherwise."""
         with self._changed:
             self._own = self._own or brief(failure)
             self._ends = True

@@ -109,7 +109,7 @@ def test_a_hundred_batches_of_many_shapes_are_enough(token: float, row_s: float,
     random_shapes = [shape() for _ in range(200)]
     errors = sorted(error() for _ in range(5))
     # Where noise of 10 % and two outliers fall badly, one of a hundred is off by more than a tenth.
-    assert median(errors) < 0.1 and errors[-2] < 0.15, errors
+    assert median(errors) < 0.1 and errors[-2] < 0.15 and errors[-1] < 0.2, errors
 
 
 @given(token=st.floats(0.4, 3.0), row_s=st.floats(0.0, 0.001), seed=st.integers(0, 1 << 32))

@@ -121,14 +121,14 @@ class GenerationState(Generic[T]):
             sequence.sent = max(sequence.start, min(len(tokens) // 4, len(sequence.tokens)))
         self.sent = self.taken = 0
 
-    def continues(self, work: GenerateWork, received: GenerateWork) -> bool:
-        """Whether what the client has of each sequence is the beginning of what is known here.
+    def continues(self, received: GenerateWork) -> bool:
+        """Whether the tokens that the client has are the first ones of this run. `received`: the request that brings them.
 
-        It is not where its answer was lost and has been dropped since: an earlier message of the client began another run.
+        They are not if the answer was lost and has been dropped: an older message of the client has then started another run.
         """
         for sequence, tokens in zip(self.sequences, received.brought(), strict=True):
             if memoryview(sequence.tokens).cast("B")[: len(tokens)] != tokens:
                 return False
-        # A client calls these interrupted on its own, for a coordinator that does not run them.
-        own = "interrupted" if work.partial or work.constrained or work.media.media else ""
+        # Of such requests a client says "interrupted" itself, for a coordinator that does not run them.
+        own = "interrupted" if received.partial or received.constrained or received.media.media else ""
         return all(self.sequences[end.sequence].end is not None for end in received.ended if end.reason != own)

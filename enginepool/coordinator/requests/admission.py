@@ -133,9 +133,8 @@ class Admission:
             core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
-        elif live is not None and live.generation is not None and isinstance(live.work, GenerateWork):
-            assert isinstance(e.work, GenerateWork), "the same content"
-            if not live.generation.continues(live.work, e.work):
+        elif live is not None and live.generation is not None and isinstance(e.work, GenerateWork):
+            if not live.generation.continues(e.work):
                 self.requests.withdraw(live)
                 return False
             sent_again(core, live, e.work)
