@@ -226,6 +226,8 @@ class SimGenerator:
             del self._running[task.id], engine.inside[task.id]
         self._steps = False
         self._go_on()
+        # Who pauses it when it hears of this step waits for the next one.
+        waited, self._then = self._then, []
         now = engine.world.now
         for out in outs.values():
             if out.steps:
@@ -235,7 +237,8 @@ class SimGenerator:
                 )
         for task in left:
             engine.host.post(GenerationLeft(now, task.id))
-        self._stop()  # also where it does not pause any more: what waited for this step goes on
+        for each in waited:  # also where it does not pause any more
+            each()
 
     def _fault(self) -> str:
         """What happens in this step."""
