@@ -144,6 +144,40 @@ def test_at_once_commits_what_one_worker_verified() -> None:
 
 
 @pytest.mark.parametrize("mode", ["rolling", "at_once"])
+def test_a_worker_that_an_operator_restarts_while_it_starts_on_the_checkpoint_is_restarted_after_the_update(mode: str) -> None:
+    pool = RestartPool(1, mode)
+    pool.offer()
+    pool.end()
+    (start,) = pool.started
+    pool.do(ev.RestartAsked(0, b"operator", 9, group="g", worker="g-0", incarnation=start.incarnation))
+    assert not pool.killed and not failures(pool.sent)
+    pool.up()
+    (published,) = of_type(pool.written(), Published)
+    assert published.record.committed == 1
+    pool.live(START_S)
+    assert pool.killed == [start.incarnation]
+    pool.end()
+    assert [start.weights for start in pool.started] == [NEW]
+    pool.up()
+    assert versions(pool) == [1]
+
+
+def test_a_worker_that_an_operator_restarts_while_it_starts_on_the_checkpoint_may_fail() -> None:
+    pool = RestartPool(1)
+    pool.offer()
+    pool.end()
+    (start,) = pool.started
+    pool.do(ev.RestartAsked(0, b"operator", 9, group="g", worker="g-0", incarnation=start.incarnation))
+    pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no such quantization", False))
+    assert failures(pool.sent)[1].code == "update_aborted"
+    pool.live(0.5)
+    assert [start.weights for start in pool.started] == [None], "it starts at once, on what is committed"
+    pool.up()
+    pool.live(START_S)
+    assert not pool.killed and versions(pool) == [0]
+
+
+@pytest.mark.parametrize("mode", ["rolling", "at_once"])
 @pytest.mark.parametrize("fault", ["exit", "permanent", "digest", "silent"])
 def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_weights(mode: str, fault: str) -> None:
     pool = RestartPool(1 if mode == "at_once" else 2, mode)

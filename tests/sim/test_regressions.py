@@ -67,6 +67,12 @@ GENERATIONS = [
         "an answer was lost and dropped: the client got tokens of another run of the same request, after its end",
     ),
     (905952, 3, ("updates", "paced"), "the simulator began a load in the middle of a step, when the one before led to a pause"),
+    (
+        913559,
+        2,
+        ("updates", "restarts", "faulty"),
+        "an operator restarted a worker while it started on a new checkpoint, and the update was given up for it",
+    ),
     (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
     (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
     (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),

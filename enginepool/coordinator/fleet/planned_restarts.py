@@ -1,7 +1,8 @@
 """Restarts that an operator asks for: of a worker that serves, of a worker that starts, and of a slot that was retired.
 
 A worker that serves gets no new work, finishes its work within `drain_s`, and ends. Its slot starts the next worker at once.
-The restart does not count as a loss. If the group has an open transaction, the worker ends after the transaction.
+The restart does not count as a loss. If the group has an open transaction, the worker ends after the transaction,
+also one that starts on the weights of that transaction.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -59,7 +60,7 @@ class PlannedRestarts:
         worker = slot.worker
         if slot.state in (SlotState.BACKOFF, SlotState.RETIRED):
             self._revive(slot)
-        elif slot.state is SlotState.UP and worker is not None and worker.stage == "ready":
+        elif slot.state is SlotState.UP and (slot.on_uncommitted or (worker is not None and worker.stage == "ready")):
             slot.planned_restart = "draining"
             slot.due = self.core.now + self.core.config.timing.drain_s
             self._drain(slot)
