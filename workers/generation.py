@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -171,12 +171,13 @@ class RunningGeneration:
             self.emit(new)
             self._out.add_details(self.task[1], new)
 
-    def fail(self, why: str) -> None:
-        """The engine is done with it. Its first sequence that has not ended says why, if there is one."""
+    def fail(self, why: str, code: str = "engine_error") -> None:
+        """The engine is done with it. Its first sequence that has not ended, if there is one, says why."""
+        reason: Literal["error", "refused"] = "refused" if code == "bad_request" else "error"
         for sequence, at in enumerate(self._at):
             if at != _ENDED:
                 epoch, counter = self.task
-                self._out.add(epoch, Step(counter, sequence, at, 0, "error", _cut(" ".join(why.split()))), (), ())
+                self._out.add(epoch, Step(counter, sequence, at, 0, reason, _cut(" ".join(why.split()))), (), ())
                 break
         self._out.flush()
 
@@ -286,9 +287,9 @@ class GenerationRunner:
             return
         if work.cancelling() and not one.stopped:
             return  # this process ends
-        why = "the engine returned before the sequence had ended"
+        why, code = "the engine returned before the sequence had ended", "engine_error"
         if isinstance(error, Exception):
-            why, _ = reason_of(error, f"generation {one.task}")
+            why, code = reason_of(error, f"generation {one.task}")
         if not one.stopped:
-            one.fail(why)
+            one.fail(why, code)
         self._feed(GenerationLeft(time.monotonic(), one.task))

@@ -283,14 +283,18 @@ class StopGeneration(Message, tag="stop"):
 class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """[task, sequence, at, count, reason, matched]: the next `count` tokens of the frames continue a sequence of the task with
     this counter at position `at`. `reason` is set once the sequence has ended; `error`: the engine could not run it, and
-    `matched` says why."""
+    `refused`: it cannot do what the request asks; then `matched` says why."""
 
     task: int
     sequence: int
     at: int
     count: int
-    reason: Literal["", "stop", "length", "error"] = ""
+    reason: Literal["", "stop", "length", "error", "refused"] = ""
     matched: int | str | None = None
+
+
+#: what `reason` says of a task that failed
+STEP_FAILED = ("error", "refused")
 
 
 class GenerationProgress(Message, tag="progress"):

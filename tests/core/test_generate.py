@@ -271,6 +271,21 @@ def test_an_error_of_the_engine_answers_the_request_and_stops_its_other_sequence
     assert pool.stopped() == [(link, [first, first + 1])]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [({"regex": "(a"}, "sampling.regex"), ({"ebnf": "x"}, "sampling.ebnf"), ({}, "sampling")],
+)
+def test_what_an_engine_refuses_is_an_error_of_the_request(sampling: dict[str, Any], field: str) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=CAN)
+    pool.submit(client, 1, generate(3, **sampling))
+    pool.step(link, (pool.tasks()[0], 0, 0, [], "refused"))
+    failed = failures(pool.sent)[1]
+    assert (failed.code, failed.field) == ("bad_request", field)
+    assert failed.message.startswith(f"{field}: the engine refused it: ") and pool.machine.core.worker_links
+
+
 def test_a_worker_that_cannot_read_a_task_may_say_so_at_any_position() -> None:
     pool = GeneratingPool()
     client = pool.client()

@@ -11,6 +11,7 @@ import pytest
 from enginepool.coordinator.core import events as core
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.columns import split_columns
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     MAX_MATCHED,
@@ -145,6 +146,20 @@ def test_a_failure_is_one_step_with_one_line_for_a_sequence_that_has_not_ended(e
     assert told(first) == [(1, 0, 4, 1, "length"), (1, 1, 4, 1, "")]
     assert told(last) == [(1, 1, 5, 0, "error")] and last.steps[0].matched == why
     assert isinstance(worker.events[-1], GenerationLeft), "its steps are told before"
+
+
+def test_what_the_engine_refuses_is_told_apart_from_its_failures() -> None:
+    async def plan(task: GenerationTask, emit: Emit) -> None:
+        raise WireError("bad_request", "EBNF parsing error")
+
+    async def main() -> Worker:
+        worker = Worker(plan)
+        worker.start()
+        await worker.until_left()
+        return worker
+
+    (last,) = asyncio.run(main()).steps
+    assert told(last) == [(1, 0, 0, 0, "refused")] and last.steps[0].matched == "EBNF parsing error"
 
 
 def test_a_task_that_cannot_be_read_is_a_failure_of_its_own() -> None:

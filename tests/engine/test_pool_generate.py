@@ -19,7 +19,7 @@ import pytest
 from enginepool import Generation, Generations, Pool, TokenChunk, WeightPublisher
 from enginepool.client.token_stream import ChunkIterator
 from enginepool.config import GroupConfig, PoolConfig, Timing
-from enginepool.errors import BadRequest, EngineFailed, Interrupted, VersionPassed
+from enginepool.errors import BadRequest, Interrupted, VersionPassed
 from enginepool.protocol.messages.weights import RunningGenerations
 from tests.engine.forked import ForkedDaemon
 from tests.engine.language_models import LanguageModel
@@ -330,8 +330,11 @@ def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> Non
                 await pool.generate([[1]], allowed_token_ids=[512])
             answer = await pool.generate([[1], [2]], n=2, max_new_tokens=20, ignore_eos=True, allowed_token_ids=[7, 9])
             assert {token for group in answer for one in group for token in one.token_ids.tolist()} <= {7, 9}
-            with pytest.raises(EngineFailed, match=r"the engine aborted the sequence: .*regex"):
-                await pool.generate([[1]], regex="(a")
+            grammars: dict[str, Any] = {"regex": "(a", "ebnf": "root ::= (", "json_schema": '{"type": "intege"}'}
+            for name, wrong in grammars.items():
+                with pytest.raises(BadRequest, match=rf"{name}: the engine refused it: [A-Z]") as refused:
+                    await pool.generate([[1]], **{name: wrong})
+                assert refused.value.field.endswith(name) and "/" not in str(refused.value)
             # About one token of 20 of the thoughts is their end, and none is that of the sequence.
             bias = {THINK_END: 5.0, reference.tokenizer.eos_token_id: -100.0}
             thought: dict[str, Any] = {"n": 8, "require_reasoning": True, "logit_bias": bias, "max_new_tokens": 200}

@@ -20,6 +20,7 @@ from enginepool.coordinator.requests.stream_messages import MOST_STATES, StreamM
 from enginepool.coordinator.scheduling.generation_slots import expected_tokens, prompt_length, remember
 from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
+    STEP_FAILED,
     Generated,
     GenerationUsage,
     Message,
@@ -29,6 +30,7 @@ from enginepool.protocol.messages import (
     StopGeneration,
     Timings,
 )
+from enginepool.protocol.sampling import GRAMMARS
 
 #: A request runs alone once so many workers were lost with it: of hundreds that a worker runs, one may have been the cause.
 LOSSES = 2
@@ -62,7 +64,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     if (can := worker.capabilities) is not None and (wrong := of_another_model(e, can)):
         return wrong
     finished, more = list[Request](), dict[Request, None]()
-    failed: list[tuple[Request, str]] = []
+    failed: list[tuple[Request, str, str]] = []
     tokens, logprobs, epoch, version, end = e.tokens, e.logprobs, e.epoch, e.version, 0
     width, none = 1 + 2 * e.top if len(logprobs) else 0, logprobs[:0]
     wrong, remembered = "", 0
@@ -90,12 +92,12 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             states = e.hidden_states[first * hidden : end * hidden] if hidden else b""
             sequence.extend(part, chances, version, states)
             if (work.logprobs or hidden) and (what := not_a_number(chances, states)):
-                failed.append((request, f"the {what} of a token of sequence {place} is NaN"))
+                failed.append((request, "error", f"the {what} of a token of sequence {place} is NaN"))
                 continue
             if work.stream and _pass_on(out, request, place, step, version, part, chances, states):
                 more[request] = None
-        if step.reason == "error":
-            failed.append((request, str(step.matched)))
+        if step.reason in STEP_FAILED:
+            failed.append((request, step.reason, str(step.matched)))
         elif step.reason:
             sequence.end = SequenceEnd(place, step.reason, step.matched)
             remembered = _ended(core, batch, request, place, remembered)
@@ -107,12 +109,23 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
         requests.unsent.send()
     for request in more:
         flush(core, request)  # some of its tokens
-    for request, why in failed:
+    for request, reason, why in failed:
         if request.state != DONE:
-            requests.fail(request, "engine_error", why)
+            _fail(requests, request, reason, why)
     for request in (request for request in finished if request.state != DONE):
         answer(requests, request)
     return wrong
+
+
+def _fail(requests: StreamRequests, request: Request, reason: str, why: str) -> None:
+    """An engine could not run it, or refused what it asks: that is its grammar, which engines alone can read."""
+    if reason == "error":
+        requests.fail(request, "engine_error", why)
+        return
+    work = request.work
+    grammar = next((name for name in GRAMMARS if isinstance(work, GenerateWork) and getattr(work.sampling, name)), "")
+    field = f"sampling.{grammar}" if grammar else "sampling"
+    requests.fail(request, "bad_request", f"{field}: the engine refused it: {why}", field=field)
 
 
 def _pass_on(

@@ -8,7 +8,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.generation_state import RunningSequence
 from enginepool.coordinator.operations.generate import GenerateWork
-from enginepool.protocol.messages import Capabilities, Step
+from enginepool.protocol.messages import STEP_FAILED, Capabilities, Step
 
 
 def of_another_model(e: ev.TokensGenerated, can: Capabilities) -> str:
@@ -20,7 +20,7 @@ def of_another_model(e: ev.TokensGenerated, can: Capabilities) -> str:
 
 def impossible_step(work: GenerateWork, sequence: RunningSequence, step: Step, width: int, hidden: int) -> str:
     """Why an engine cannot have generated this, or ""."""
-    if step.reason == "error" and not step.count:
+    if step.reason in STEP_FAILED and not step.count:
         return ""  # of a task that the worker cannot read, it does not know the position
     has, most = len(sequence.tokens), work.sampling.max_new_tokens
     plain = not hidden and not work.hidden_states and not work.routed_experts

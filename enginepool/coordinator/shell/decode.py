@@ -243,7 +243,7 @@ def _progress(now: float, link: Link, progress: m.GenerationProgress, frames: Se
             if (size := len(step.matched.encode())) > m.MAX_MATCHED:
                 text = f"steps: matched has {size} bytes; at most {m.MAX_MATCHED}"
                 raise WireError("malformed", text, field="steps")
-            failed = failed or step.reason == "error"
+            failed = failed or step.reason in m.STEP_FAILED
         total += step.count
     if failed:
         progress.steps = [failed_step(step) for step in progress.steps]

@@ -31,7 +31,7 @@ def make_readable(message: m.Message) -> None:
 
 def failed_step(step: m.Step) -> m.Step:
     """With one line about its error, if it has one."""
-    failed = step.reason == "error" and isinstance(step.matched, str)
+    failed = step.reason in m.STEP_FAILED and isinstance(step.matched, str)
     return msgspec.structs.replace(step, matched=one_line(str(step.matched))) if failed else step
 
 

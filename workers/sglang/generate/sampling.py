@@ -4,11 +4,13 @@ SGLang checks most values where it takes a request. What is checked here it hand
 the sequences of all other callers.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import EngineError, GenerationTask
 
@@ -18,10 +20,22 @@ MOST_BIAS = 1e20
 MOST_TEMPERATURE = 1e6
 LEAST_REPETITION_PENALTY = 0.01
 _SEEDS = 1 << 63
+#: characters of SGLang's reasons
+_MOST_SAID = 300
+#: of its reasons about grammars: what the request says itself, and where the parser's source says it
+_KNOWN = re.compile(r"Failed to compile \w+ grammar: |\[[\d:]+\] \S+:\d+: ")
 #: parameters that the logit processor of this package takes; SGLang does not know them
 PROCESSED = ("allowed_token_ids", "disallowed_token_ids", "temperature_schedule")
 #: parameters that are not among SGLang's sampling parameters
 _APART = (*PROCESSED, "require_reasoning")
+
+
+def why_aborted(reason: Mapping[str, Any]) -> EngineError | WireError:
+    """Why SGLang gave a sequence up. Status 400: it refused what the request asks, such as a grammar."""
+    said = " ".join(str(reason.get("message")).split())
+    if reason.get("status_code") == 400:
+        return WireError("bad_request", _KNOWN.sub("", said)[:_MOST_SAID])
+    return EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
 
 
 def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -> None:

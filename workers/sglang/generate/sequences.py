@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
@@ -30,7 +31,7 @@ from enginepool.workers.sglang.generate.media import (
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 from enginepool.workers.sglang.generate.pausing import EnginePausing
 from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
-from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs
+from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs, why_aborted
 from enginepool.workers.sglang.generate.settings import prefill_tokens
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.settings import Running
@@ -38,8 +39,6 @@ from enginepool.workers.sglang.host.settings import Running
 #: SGLang says this in place of a stop string.
 _NOT_FINITE = "NaN happened"
 _LOOK = "`enginepool weights validate` looks for NaN and infinity in the weights"
-#: characters of its reasons: those about grammars name all of the grammar
-_MOST_SAID = 300
 #: tokens of the first generations: a prefill, and decodes
 _WARM_PROMPT, _WARM_TOKENS = 64, 4
 
@@ -180,10 +179,11 @@ class Sequences:
         self._decoded = 0
         self._rooms: dict[int, Held] = {}
         #: sequences that were given up here, and why
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, EngineError | WireError] = {}
 
     async def run(self) -> None:
-        """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
+        """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError,
+        or WireError for what it asks."""
         self._decoded = await decoded_bytes(self._task.media, self._engine.longest_clip)
         self._streams = [asyncio.create_task(self._continue(0))]
         try:
@@ -230,7 +230,7 @@ class Sequences:
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
                     _ending(answer["meta_info"]["finish_reason"])
-        except EngineError:
+        except (EngineError, WireError):
             raise
         except Exception as error:
             raise EngineError(f"the engine refused the task: {media_error(one_line(error))}") from error
@@ -241,7 +241,7 @@ class Sequences:
             self._engine.adapters.leave(self._task.adapter)
             self._prefilled.set()
         if sequence in self._failed:
-            raise EngineError(self._failed[sequence])
+            raise self._failed[sequence]
 
     def _give_back(self, sequence: int) -> None:
         """Its media are computed, or it has ended."""
@@ -320,20 +320,20 @@ class Sequences:
                 new = NewTokens(sequence, tokens, logprobs if self._task.logprobs else (), why, matched, found)
                 self._emit(self._detailed(new, message, place) if self._detail else new)
         except Exception as error:
-            self._failed[sequence] = one_line(error)
+            self._failed[sequence] = error if isinstance(error, EngineError | WireError) else EngineError(one_line(error))
             if reason is None:
                 self._engine.abort(self._rids[sequence])
 
 
 def _ending(reason: dict[str, Any] | None) -> tuple[Literal["", "stop", "length"], int | str | None]:
-    """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError: it gave the sequence up."""
+    """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError or
+    WireError: it gave the sequence up."""
     if reason is None:
         return "", None
     if reason["type"] == "length":
         return "length", None
     if reason["type"] != "stop":
-        said = " ".join(str(reason.get("message")).split())
-        raise EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
+        raise why_aborted(reason)
     matched = reason.get("matched")
     if matched == _NOT_FINITE:
         raise EngineError(f"the engine computed NaN; {_LOOK}")
