@@ -6,9 +6,10 @@ the newest link.
 
 import hmac
 import itertools
+from math import inf
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.context import ENDS, Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.epochs import RAISES_BY_CLIENTS, rise_above
 from enginepool.coordinator.core.events import Link
@@ -23,6 +24,8 @@ FULL_MS = 1000
 #: two calls of `expire`; the others are moved after the next call. Without this limit a link that says hello as two clients in
 #: turn could have the requests of both moved each time.
 MOVES = 8192
+#: what it costs to forget a client, in ends of requests
+_CLIENT = 32
 
 
 class ClientRegistry:
@@ -34,6 +37,8 @@ class ClientRegistry:
         self._numbers = itertools.count(1)
         #: requests that were moved since the last `expire`
         self._moved = 0
+        #: requests that ended since then because their clients were forgotten
+        self._ended = 0
         #: clients whose requests are to be moved after the next calls of `expire`; the client that has waited longest is first
         self._to_move: dict[Client, None] = {}
 
@@ -58,6 +63,7 @@ class ClientRegistry:
         if client is not None and not hmac.compare_digest(client.token, e.token):
             self._refuse(e, "unauthorized", "hello: the token is not this client's", "token")
             return
+        client = self._unless_left(client)
         if e.epoch > core.epoch and not core.draining:
             # The client ignores messages of this epoch. The coordinator raises its epoch, and then answers the next hello.
             if why := rise_above(core, e.epoch, f"client {e.client.hex()}", RAISES_BY_CLIENTS):
@@ -97,6 +103,13 @@ class ClientRegistry:
         )
         core.effects.append(ToClient(e.link, welcome))
 
+    def _unless_left(self, client: Client | None) -> Client | None:
+        """A client that has left is forgotten at the latest now: who says hello under its id is a new client."""
+        if client is not None and client.heard == -inf:
+            self._drop(client)
+            return None
+        return client
+
     def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str, retry_after_ms: int | None = None) -> None:
         failure = ErrorReply(code, message, field=field, incarnation=e.incarnation, retry_after_ms=retry_after_ms)
         self.core.effects.append(ToClient(e.link, failure))
@@ -118,10 +131,16 @@ class ClientRegistry:
             client.heard = self.core.now
 
     def left(self, e: ev.ClientLeft) -> None:
-        """A client leaves and does not come back."""
+        """A client leaves and does not come back. If many requests ended since the last `expire`, a later one forgets it."""
         client = self.core.links.get(e.link)
-        if client is not None:
+        if client is None:
+            return
+        if self._ended + len(client.live) <= ENDS:
             self._drop(client)
+            return
+        self.core.links.pop(e.link)
+        client.heard = -inf
+        self._link(client, None)
 
     def link_cut(self, e: ev.LinkCut) -> None:
         """A client's link is gone; its requests go on, and it may come back on another link."""
@@ -165,6 +184,7 @@ class ClientRegistry:
             core.links.pop(client.link, None)
             client.link = None
         self._to_move.pop(client, None)
+        self._ended += _CLIENT + len(client.live)
         for request in list(client.live.values()):
             self.requests.fail(request, "cancelled", "the client left")
             core.wake(request.group)
@@ -172,12 +192,13 @@ class ClientRegistry:
         core.clients.pop(client.id, None)
 
     def expire(self) -> None:
-        """Forget silent clients and old answers, and move the requests that still have to be moved.
+        """Forget silent clients and old answers, and move the requests that still have to be moved. What is too much at once
+        follows in the next call.
 
         A client with an open transaction is kept: the lease of the transaction decides, and the client gets its result.
         """
         core = self.core
-        self._moved = 0
+        self._moved = self._ended = 0
         for client in list(self._to_move):
             if self._moved >= MOVES:
                 break
@@ -186,7 +207,9 @@ class ClientRegistry:
         core.answers.expire(core.now)
         limit = core.now - core.config.timing.client_silence_s
         for client in [c for c in core.clients.values() if c.heard < limit and c not in publishers]:
-            if count := len(client.live):
+            if self._ended >= ENDS:
+                break
+            if client.heard > -inf and (count := len(client.live)):
                 what = f"{count} request{'s are' if count > 1 else ' is'} cancelled"
                 core.log(f"client {client.id.hex()[:8]} was silent for {core.now - client.heard:.0f} s: {what}", "client")
             self._drop(client)
