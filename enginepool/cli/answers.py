@@ -8,22 +8,29 @@ import fcntl
 import itertools
 import os
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Annotated, Any, NoReturn, Self, TypeAlias
 
 import msgspec
 
 from enginepool.cli.answer_versions import AnswerVersions
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
-from enginepool.cli.jsonl import PREFIX, checksum, input_lines
+from enginepool.cli.jsonl import PREFIX, input_lines
+
+#: of the text of an input line: 32 bits that tell it, asked with the options of this run, from another
+Checksum: TypeAlias = Callable[[bytes], int]
+
+#: marks the checksum of a line whose answer is an error
+_ERROR = 1 << 33
 
 
 class _Answer(msgspec.Struct):
     """What is read of an output line: enough to know which input line it answers, and by which weights."""
 
     line: int
-    input_crc: int
+    input_crc: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     version: int = 0
     group: str | None = None
     error: dict[str, Any] | None = None
@@ -57,7 +64,7 @@ class Answers:
         return False
 
     def withdraw_errors(self) -> None:
-        """Take back what this run wrote, if it is errors alone: with other options these lines may have none."""
+        """Take back what this run wrote, which is errors alone: with other options these lines may have none."""
 
     def add(self, line: bytes, *, failed: bool) -> None:
         """Append a whole output line, so that it outlives this process."""
@@ -79,12 +86,13 @@ class AnswerFile(Answers):
 
     resumed = "run the same command again to continue"
 
-    def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool, mixed_versions: bool) -> None:
+    def __init__(self, path: Path, source: Path, *, checksum: Checksum, retry_errors: bool, mixed_versions: bool) -> None:
         self._remove_if_empty = not path.exists()
         super().__init__(path, open(path, "a+b"), mixed_versions=mixed_versions)  # noqa: SIM115 (closed by __exit__)
         self._source = source
-        self._seed = seed
-        #: index: line number of the input; value: checksum + 1, or 0 where the file has no answer
+        self._checksum = checksum
+        self._retry_errors = retry_errors
+        #: index: line number of the input; value: checksum + 1, with _ERROR for an error, or 0 where the line is to be asked
         self._crcs = array("Q", [0])
         try:
             self._lock()
@@ -94,8 +102,8 @@ class AnswerFile(Answers):
                 self._file.truncate(torn_at)
             if retry_errors and self.failed:
                 self._drop_errors()
-            #: what it holds when the run begins: bytes, answers, errors
-            self._before = os.fstat(self._file.fileno()).st_size, self.answered, self.failed
+            #: what it holds when the run begins: bytes, errors
+            self._before = os.fstat(self._file.fileno()).st_size, self.failed
         except BaseException:  # also Ctrl-C: __exit__ is not called then; raised again
             self._file.close()
             raise
@@ -117,10 +125,8 @@ class AnswerFile(Answers):
         return line < len(self._crcs) and self._crcs[line] != 0
 
     def withdraw_errors(self) -> None:
-        size, answered, failed = self._before
-        if self.answered == answered:
-            self._file.truncate(size)
-            self.failed = failed
+        size, self.failed = self._before
+        self._file.truncate(size)
 
     def _lock(self) -> None:
         try:
@@ -146,14 +152,15 @@ class AnswerFile(Answers):
                 self._foreign(number)
             if not text.startswith(PREFIX) or not 0 < answer.line <= most or answer.line in self:
                 self._foreign(number)
-            if answer.line >= len(self._crcs):
-                self._crcs.extend([0] * (answer.line + 1 - len(self._crcs)))
-            self._crcs[answer.line] = answer.input_crc + 1
             if answer.error is None:
                 self.answered += 1
                 self.versions.note(answer.group, answer.version)
             else:
                 self.failed += 1
+            if answer.error is None or not self._retry_errors:
+                if answer.line >= len(self._crcs):
+                    self._crcs.extend([0] * (answer.line + 1 - len(self._crcs)))
+                self._crcs[answer.line] = answer.input_crc + 1 + (_ERROR if answer.error is not None else 0)
             offset += len(text)
         return None
 
@@ -164,14 +171,16 @@ class AnswerFile(Answers):
         )
 
     def _compare(self) -> None:
-        """Compare every answer with the input line that it names."""
+        """Compare every answer that stays with the input line that it names."""
         last = len(self._crcs) - 1
         number = 0
         with open(self._source, "rb") as source:
             for number, _, text in itertools.islice(input_lines(source), last):
-                if self._crcs[number] not in (0, checksum(text, self._seed) + 1):
+                found = self._crcs[number]
+                if found and found & ~_ERROR != self._checksum(text) + 1:
+                    retry = "; add --retry-errors to ask what has an error again" if found & _ERROR else ""
                     raise self._other_input(
-                        f"its answer to line {number} of {self._source} was made from another line or with other options"
+                        f"its answer to line {number} of {self._source} was made from another line or with other options{retry}"
                     )
         if number < last:
             raise self._other_input(f"answers line {last}, but {self._source} has {number} lines")
@@ -189,8 +198,6 @@ class AnswerFile(Answers):
                 answer = decoder.decode(text)
                 if answer.error is None:
                     kept.write(text)
-                else:
-                    self._crcs[answer.line] = 0
             kept.flush()
             os.fsync(kept.fileno())
         replaced = open(part, "a+b")  # noqa: SIM115 (becomes self._file)

@@ -6,16 +6,15 @@ requests in flight, each answer written as it comes, progress, interrupts, and c
 
 import asyncio
 import contextlib
+import functools
 import sys
-import zlib
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
-import msgspec
 import typer
 
-from enginepool.cli.answers import AnswerFile, Answers
+from enginepool.cli.answers import AnswerFile, Answers, Checksum
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed, run_interruptible
 from enginepool.cli.connect import open_pool
 from enginepool.cli.input_stream import STREAM, Line, PipeLines, file_lines
@@ -72,17 +71,18 @@ def run_file(
     with options_named():
         check_timeout(options["timeout"])
     # Answers that were made with other options are not answers of this run.
-    seed = zlib.crc32(msgspec.json.encode([value for name, value in options.items() if name not in _WITHOUT_EFFECT]))
+    effective = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
+    sum_of = functools.partial(checksum, form=form, options=effective)
     with contextlib.ExitStack() as stack:
         if not piped:
             answers: Answers = stack.enter_context(
-                AnswerFile(target, source, seed=seed, retry_errors=retry_errors, mixed_versions=mixed_versions)
+                AnswerFile(target, source, checksum=sum_of, retry_errors=retry_errors, mixed_versions=mixed_versions)
             )
         elif target == STREAM:
             answers = Answers(Path("stdout"), sys.stdout.buffer, mixed_versions=mixed_versions)
         else:
             answers = Answers(target, stack.enter_context(open(target, "xb")), mixed_versions=mixed_versions)
-        run = _FileRun(form, ask, options, answers, seed)
+        run = _FileRun(form, ask, options, answers, sum_of)
         _answer_all(run, source, address, concurrency)
         _conclude(answers)
 
@@ -136,8 +136,10 @@ def _answer_all(run: "_FileRun[Any]", source: Path, address: str, concurrency: i
         try:
             run_interruptible(main, interrupted)
         finally:
-            if run.lacks_group:
+            if without_group := run.lacks_group and not answers.answered:
                 answers.withdraw_errors()
+        if without_group:
+            raise CommandFailed(f"{run.lacks_group}; choose one with --group", BAD_USAGE)
 
 
 def _conclude(answers: Answers) -> None:
@@ -155,14 +157,14 @@ def _lines(count: int) -> str:
 class _FileRun(Generic[L]):
     """One pass over the input."""
 
-    def __init__(self, form: type[L], ask: Ask[L], options: dict[str, Any], answers: Answers, seed: int) -> None:
+    def __init__(self, form: type[L], ask: Ask[L], options: dict[str, Any], answers: Answers, sum_of: Checksum) -> None:
         self.options = options
         self.answers = answers
-        #: neither a line nor the command said which group, and the pool has several
-        self.lacks_group = False
+        #: what the pool said where neither a line nor the command said which of its groups
+        self.lacks_group = ""
         self._form = form
         self._ask = ask
-        self._seed = seed
+        self._sum_of = sum_of
 
     async def take(self, pool: "Pool", lines: AsyncIterator[Line], progress: Progress) -> None:
         """Answer lines from the iterator that all takers share, until it is empty.
@@ -181,7 +183,7 @@ class _FileRun(Generic[L]):
     async def _answer(self, pool: "Pool", number: int, text: bytes) -> bool:
         """Write the answer to one line. Returns whether the pool was not needed for it."""
         answers = self.answers
-        crc = checksum(text, self._seed)
+        crc = self._sum_of(text)
         try:
             line = read_line(text, self._form)
         except BadLine as error:
@@ -193,8 +195,7 @@ class _FileRun(Generic[L]):
             if error.retry or error.code in NOT_OF_THE_LINE:
                 raise CommandFailed(f"stopped at line {number}: {error}; {answers.resumed}") from None
             if error.code == "unknown_group" and line.group is None:
-                self.lacks_group = True
-                raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
+                self.lacks_group = str(error)
             answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
         else:
             answers.versions.check(number, line.group, columns["version"])

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
@@ -21,6 +21,8 @@ PREFIX = b'{"line":'
 #: No coordinator accepts a longer request. At most so much of an input line is read into memory.
 MAX_LINE_BYTES = 512 << 20
 
+#: why a text is not JSON: also one that is nested too deep
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -38,7 +40,7 @@ class BadLine(Exception):
     def __init__(self, why: str, text: bytes = b"") -> None:
         super().__init__(why)
         self.line: _Named | None = None
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(*_NOT_JSON):
             self.line = msgspec.json.decode(text, type=_Named)
 
 
@@ -55,8 +57,13 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True):
 
     def settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` of the command, replaced by what the line says itself."""
-        said = {name: getattr(self, name) for name in options}
-        return {name: options[name] if value is None else value for name, value in said.items()}
+        said = {name: value for name in options if (value := getattr(self, name)) is not None}
+        return dict.fromkeys(options) | self.inherited(said, options) | said
+
+    @classmethod
+    def inherited(cls, said: Container[str], options: dict[str, Any]) -> dict[str, Any]:
+        """The `options` of the command that apply to a line that has the keys `said`."""
+        return {name: value for name, value in options.items() if name not in said}
 
 
 L = TypeVar("L", bound=InputLine)
@@ -80,9 +87,14 @@ def input_lines(source: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         offset = source.tell()
 
 
-def checksum(line: bytes, seed: int) -> int:
-    """32 bits that tell this input line, asked with these options, from another."""
-    return zlib.crc32(line.rstrip(b"\r\n"), seed)
+def checksum(line: bytes, form: type[InputLine], options: dict[str, Any]) -> int:
+    """32 bits that tell this input line, asked with the options that apply to it, from another."""
+    keys: dict[str, msgspec.Raw] = {}
+    used: dict[str, Any] = {}
+    with contextlib.suppress(*_NOT_JSON):  # no option changes what is wrong with such a line
+        keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        used = form.inherited({name for name, value in keys.items() if bytes(value) != b"null"}, options)
+    return zlib.crc32(msgspec.json.encode(used), zlib.crc32(line.rstrip(b"\r\n")))
 
 
 def read_line(text: bytes, form: type[L]) -> L:
@@ -93,7 +105,7 @@ def read_line(text: bytes, form: type[L]) -> L:
         return msgspec.json.decode(text, type=form)
     except msgspec.ValidationError as error:
         raise BadLine(_wrong(*located(str(error)), form), text) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _NOT_JSON as error:
         raise BadLine(f"not JSON: {error}") from None
 
 

@@ -1,5 +1,6 @@
 """`enginepool score`: a file of requests through a running pool, into a file of scores."""
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -39,12 +40,15 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
         if given not in (["query", "items"], ["prompts", "responses"], ["messages"]):
             raise ValueError("needs query and items, or prompts and responses, or messages")
 
+    @classmethod
+    def inherited(cls, said: Container[str], options: dict[str, Any]) -> dict[str, Any]:
+        """Labels that the line names, as texts or as token ids, replace those of the command."""
+        named = ("labels", "label_token_ids")
+        left = super().inherited(said, options)
+        return {name: left[name] for name in left if name not in named} if any(name in said for name in named) else left
+
 
 async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[str, Any]:
-    if line.labels is not None and line.label_token_ids is None:
-        settings["label_token_ids"] = None  # what a line says itself goes before the options
-    elif line.label_token_ids is not None and line.labels is None:
-        settings["labels"] = None
     # The client checks that rows are all text or all ids.
     chat = {name: getattr(line, name) for name in ("add_generation_prompt", "chat_template_kwargs")}
     settings |= {name: value for name, value in chat.items() if value is not None}

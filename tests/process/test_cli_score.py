@@ -146,6 +146,7 @@ def test_lines_added_to_the_input_are_scored_by_the_next_run(pool: StandIn, file
         ('{"line":1,"input_crc":2}\n', "its answer to line 1 of"),
         ('{"line":99999999999,"input_crc":2}\n', "line 1 is no answer"),
         ('{"line":0,"input_crc":2}\n', "line 1 is no answer"),
+        ('{"line":1,"input_crc":-2}\n', "line 1 is no answer"),
         ('{"line":11,"input_crc":2}\n', "answers line 11, but"),
         ('{"line":1,"input_crc":2}\n{"line":1,"input_crc":2}\n', "line 2 is no answer"),
     ],
@@ -193,15 +194,16 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         '{"id": "r6", "query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
         '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: a number; must be a whole number, or null",
         '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
+        '{"query": ' + "[" * 100_000: "query[0]: a list; must be a whole number",
     }
     source.write_text("".join(f"{line}\n" for line in bad) + '{"query": "a", "items": ["b"]}\n')
     with source.open("ab") as more:
         more.write(b'{"query": "\xff", "items": ["b"]}\n')
     code, _, err = call("score", source, target)
     assert code == 1
-    assert f'9 lines with an error: look for "error" in {target}' in err
+    assert f'10 lines with an error: look for "error" in {target}' in err
     found = records(target)
-    assert found[9]["scores"] == [[1]]
+    assert found[10]["scores"] == [[1]]
     for number, said in enumerate(bad.values(), start=1):
         message = found[number]["error"]["message"]
         assert message.startswith(f"line {number}: ")
@@ -212,7 +214,7 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         "field": "items[0]",
         "limit": "9",
     }
-    assert "line 10: not JSON" in found[10]["error"]["message"]
+    assert "line 11: not JSON" in found[11]["error"]["message"]
     assert found[6]["id"] == "r6" and "id" not in found[7]
     source.write_text('{"id": [1], "query": "a"}\n{"id": 7, "query": "a", "group": "g", "timeout": "1 s"}\n')
     target.unlink()
@@ -260,11 +262,59 @@ def test_a_run_that_lacks_a_group_leaves_no_error_behind_and_goes_on_with_one(po
     assert call("score", source, target, "--concurrency", 1, "--group", "a")[0] == 1
     found = records(target)
     assert found[3]["scores"] == [[1]] and "error" in found[1] and "error" in found[2]
-    # Answers that it has are kept.
-    source.write_text('{"query": "a"}\n{"query": "q", "items": ["b"], "group": "b"}\n' + ask)
-    target.unlink()
-    assert call("score", source, target, "--concurrency", 1)[0] == 2
-    assert records(target).keys() == {1, 2}
+
+
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_a_line_that_lacks_a_group_has_an_error_of_its_own(pool: StandIn, files: tuple[Path, Path], concurrency: int) -> None:
+    source, target = files
+    line = '{"query": "which group?", "items": ["b"]'
+    source.write_text(f"{line}}}\n" + f'{line}, "group": "b"}}\n' * 3)
+    code, _, err = call("score", source, target, "--concurrency", concurrency)
+    assert code == 1 and f'1 line with an error: look for "error" in {target}' in err
+    found = records(target)
+    assert found[1]["error"] == {"code": "unknown_group", "message": "line 1: group: name one of: a, b"}
+    assert [found[number]["scores"] for number in (2, 3, 4)] == [[[1]]] * 3
+    # The option changes that line alone.
+    pool.asked.clear()
+    code, _, err = call("score", source, target, "--group", "a")
+    assert code == 2 and "its answer to line 1 of" in err and "add --retry-errors" in err
+    assert call("score", source, target, "--group", "a", "--retry-errors")[0] == 0
+    assert len(pool.asked) == 1 and records(target)[1]["scores"] == [[1]]
+
+
+def test_an_option_that_a_line_says_itself_is_no_other_option_for_its_answer(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    own = {"group": "g", "label_token_ids": [1], "temperature": 1.0, "truncation": "left"}
+    lines = [own, {**own, "label_token_ids": None, "labels": ["yes"]}]
+    source.write_text("".join(json.dumps({"query": "a", "items": ["b"], **line}) + "\n" for line in lines))
+    assert call("score", source, target)[0] == 0
+    pool.asked.clear()
+    before = target.read_bytes()
+    for option in (["--group", "h"], ["--label-token-ids", 2], ["--labels", "no"], ["--truncation", "right"]):
+        assert call("score", source, target, *option)[0] == 0, option
+    assert (pool.asked, target.read_bytes()) == ([], before)
+    assert call("score", source, target, "--item-first")[0] == 2
+    source.write_text(source.read_text().replace("[1]", "null"))
+    assert call("score", source, target)[0] == 2
+
+
+def test_errors_are_asked_again_of_lines_that_were_corrected(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    good = '{"query": "a", "items": ["b"]}\n'
+    source.write_text(good + '{"query": "b"}\n' + good + '{"query": "refuse", "items": ["b"]}\n{\n')
+    assert call("score", source, target)[0] == 1
+    pool.asked.clear()
+    source.write_text(good + '{"query": "b", "items": ["b"]}\n' + good + '{"query": "c", "items": ["b"]}\n')
+    before = target.read_bytes()
+    code, _, err = call("score", source, target)
+    assert (code, target.read_bytes()) == (2, before) and "add --retry-errors" in err
+    assert call("score", source, target, "--retry-errors")[0] == 0
+    assert pool.asked == ["b", "c"] and records(target).keys() == {1, 2, 3, 4}
+    # Answers are still held to their lines.
+    source.write_text(good.replace("a", "other") + "{\n")
+    before = target.read_bytes()
+    code, _, err = call("score", source, target, "--retry-errors")
+    assert (code, target.read_bytes()) == (2, before) and "its answer to line 1 of" in err and "--retry-errors" not in err
 
 
 @pytest.mark.parametrize(("query", "code"), [("interrupt", 130), ("terminate", 143)])
