@@ -253,6 +253,8 @@ def error_from(failure: ErrorReply, names: Mapping[str, str] | None = None) -> E
     message = failure.message
     if own != wire and message.startswith(wire):
         message = own + message[len(wire) :]
+    if names.get("query") == "prompts":
+        message = message.replace("tokens with its query;", "tokens with its prompt;")
     error = (cls or EnginepoolError)(
         message,
         field=own + rest,

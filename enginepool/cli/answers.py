@@ -178,7 +178,7 @@ class AnswerFile(Answers):
             for number, _, text in itertools.islice(input_lines(source), last):
                 found = self._crcs[number]
                 if found and found & ~_ERROR != self._checksum(text) + 1:
-                    retry = "; add --retry-errors to ask what has an error again" if found & _ERROR else ""
+                    retry = "; add --retry-errors to ask lines with an error again" if found & _ERROR else ""
                     raise self._other_input(
                         f"its answer to line {number} of {self._source} was made from another line or with other options{retry}"
                     )

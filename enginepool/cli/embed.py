@@ -1,6 +1,6 @@
 """`enginepool embed`: a file of texts or token ids through a running pool, into a file of embeddings."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ class EmbedLine(InputLine, forbid_unknown_fields=True):
     dimensions: int | None = None
     normalize: bool | None = None
     instruction: str | None = None
-    truncation: Literal["error", "left", "right"] | None = None
+    truncation: str | None = None
 
     def __post_init__(self) -> None:
         if self.inputs is None:

@@ -1,6 +1,7 @@
 """`enginepool generate`: a file of prompts through a running pool, into a file of generations."""
 
 import base64
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,9 +73,20 @@ def _encoded(array: "npt.NDArray[Any]") -> dict[str, Any]:
     return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": data}
 
 
+def _own_key(text: str) -> str:
+    """`prompt` instead of the name at the beginning that the client has for the prompts of a call."""
+    return re.sub(r"^prompts(\[0\])?(?!\w)", "prompt", text)
+
+
 async def _ask(pool: "Pool", line: GenerateLine, settings: dict[str, Any]) -> dict[str, Any]:
+    from enginepool.errors import EnginepoolError
+
     assert line.prompt is not None
-    found = await pool.generate(line.prompt, **settings)
+    try:
+        found = await pool.generate(line.prompt, **settings)
+    except EnginepoolError as error:
+        error.args, error.field = (_own_key(error.args[0]),), _own_key(error.field)
+        raise
     samples: list[dict[str, Any]] = []
     for one in found[0]:
         sample: dict[str, Any] = {"token_ids": one.token_ids.tolist(), "finish_reason": one.finish_reason}

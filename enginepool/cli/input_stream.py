@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from enginepool.cli.jsonl import MAX_LINE_BYTES, input_lines
+from enginepool.cli.jsonl import MAX_LINE_BYTES, input_lines, without_mark
 
 #: stands for stdin, or stdout
 STREAM = Path("-")
@@ -57,7 +57,7 @@ class PipeLines(AsyncIterator[Line]):
         self._number += 1
         offset = self._offset
         self._offset += end
-        return self._number, offset, text
+        return self._number, offset, without_mark(text) if self._number == 1 else text
 
     async def _more(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,5 +1,6 @@
 """Lines of the files that `enginepool score` and the like read and write: JSON, one object on each line."""
 
+import codecs
 import contextlib
 import re
 import zlib
@@ -24,6 +25,13 @@ MAX_LINE_BYTES = 512 << 20
 #: why a text is not JSON: also one that is nested too deep
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+#: what to write instead of an object, by the key
+_OF_OBJECTS = {
+    **dict.fromkeys(
+        ("query", "items", "prompts", "responses", "inputs", "prompt"), " (of chat messages: apply the chat template first)"
+    ),
+    **dict.fromkeys(("json_schema", "structural_tag"), " (write the object as a string of JSON)"),
+}
 
 
 class _Named(msgspec.Struct):
@@ -72,6 +80,11 @@ L = TypeVar("L", bound=InputLine)
 Ask: TypeAlias = Callable[[Any, L, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
+def without_mark(text: bytes) -> bytes:
+    """The first line of an input, without the byte order mark that some programs begin a UTF-8 file with."""
+    return text.removeprefix(codecs.BOM_UTF8)
+
+
 def input_lines(source: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """Lines of the input: (number, offset, text).
 
@@ -79,7 +92,7 @@ def input_lines(source: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """
     number, offset = 1, 0
     while text := source.readline(MAX_LINE_BYTES + 1):
-        yield number, offset, text
+        yield number, offset, without_mark(text) if number == 1 else text
         rest = text
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = source.readline(MAX_LINE_BYTES + 1)
@@ -116,10 +129,10 @@ def _wrong(field: str, what: str, form: type[InputLine]) -> str:
         from enginepool.client.arguments import meant
 
         return f"unknown key {unknown.group(1)}{meant(unknown.group(1), form.__struct_fields__)}"
-    if what.endswith("got `object`"):
-        return f"{field}: an object; text or token ids (of chat messages: apply the chat template first)"
     allowed, received = wrong_type(what, JSON)
     what = f"{received}; must be {allowed}" if allowed else what
+    if received == JSON["object"]:
+        what += _OF_OBJECTS.get(field.partition("[")[0], "")
     return f"{field}: {what}" if field else what
 
 

@@ -1,6 +1,6 @@
 """`enginepool logprobs`: a file of prompts and responses through a running pool, into a file of log-probabilities."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ class LogprobsLine(InputLine, forbid_unknown_fields=True):
     responses: list[list[int]] | None = None
     label_token_ids: list[int] | None = None
     top_logprobs: int | None = None
-    truncation: Literal["error", "left"] | None = None
+    truncation: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompts is None or self.responses is None:

@@ -1,7 +1,7 @@
 """`enginepool score`: a file of requests through a running pool, into a file of scores."""
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -21,9 +21,9 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     items: list[str | list[int]] | None = None
     prompts: list[str | list[int]] | None = None
     responses: list[str | list[int]] | None = None
-    messages: list[list[dict[str, str]]] | None = None
+    messages: list[Any] | None = None  #: the client checks the chats
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     label_token_ids: list[int | list[int]] | None = None
     labels: list[str] | None = None
     apply_softmax: bool | None = None
@@ -32,13 +32,14 @@ class ScoreLine(InputLine, forbid_unknown_fields=True):
     logprobs: bool | None = None
     raw: bool | None = None
     temperature: float | None = None
-    truncation: Literal["error", "left", "right"] | None = None
+    truncation: str | None = None
 
     def __post_init__(self) -> None:
         """There is one of the three, and no key of the others."""
         given = [name for name in ("query", "items", "prompts", "responses", "messages") if getattr(self, name) is not None]
         if given not in (["query", "items"], ["prompts", "responses"], ["messages"]):
-            raise ValueError("needs query and items, or prompts and responses, or messages")
+            one = "needs query and items, or prompts and responses, or messages, and only one of these"
+            raise ValueError(f"{one}; got {', '.join(given) or 'none'}")
 
     @classmethod
     def inherited(cls, said: Container[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -422,9 +422,26 @@ def test_a_line_for_score_with_a_mistake_says_what_to_write(daemon: Daemon, tmp_
         ({"query": [1], "items": ["a"]}, "items[0]: text; the query is token ids"),
         ({"query": [1], "items": [[2]]}, "label_token_ids: a causal model scores label token ids; name at least one"),
         ({"query": [1], "items": [[2]], "label_token_ids": [3], "group": "x"}, "group: 'x' is none of: g"),
+        ({"query": [1], "items": [[2]], "id": {}}, "id: an object; must be a whole number, or a string, or null"),
+        ({"query": [1], "items": [[2]], "truncation": "middle"}, "truncation: 'middle'; one of error, left, right"),
+        ({"messages": chat}, "messages: one chat; give a list of chats"),
+        ({"messages": [[{"role": "user", "content": ["a"]}]]}, "messages[0][0].content: a list; a text"),
+        ({"messages": [chat], "chat_template_kwargs": {"a": {}}}, "chat_template_kwargs['a']: a dict; True, False, None, a"),
+        (
+            {"query": [1], "items": [[2]], "messages": [chat]},
+            "needs query and items, or prompts and responses, or messages, and only one of these; got query, items, messages",
+        ),
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
     assert call("score", source, target, "--connect", daemon.address)[0] == 1
     found = {record["line"]: record["error"]["message"] for record in map(json.loads, target.read_text().splitlines())}
     for number, (_, said) in enumerate(lines, 1):
         assert found[number].startswith(f"line {number}: ") and said in found[number], found[number]
+
+
+def test_a_prompt_of_logprobs_that_is_too_long_is_called_a_prompt(daemon: Daemon, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompts": [1] * 200, "responses": [[2]]}))
+    assert call("logprobs", source, target, "--connect", daemon.address)[0] == 1
+    error = json.loads(target.read_text())["error"]
+    assert error["message"] == f"line 1: responses[0]: 201 tokens with its prompt; at most {error['limit']}"

@@ -194,6 +194,7 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         '{"id": "r6", "query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
         '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: a number; must be a whole number, or null",
         '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
+        '{"messages": ' + "[" * 100_000: "not JSON: maximum recursion depth exceeded",
         '{"query": ' + "[" * 100_000: "query[0]: a list; must be a whole number",
     }
     source.write_text("".join(f"{line}\n" for line in bad) + '{"query": "a", "items": ["b"]}\n')
@@ -201,9 +202,9 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         more.write(b'{"query": "\xff", "items": ["b"]}\n')
     code, _, err = call("score", source, target)
     assert code == 1
-    assert f'10 lines with an error: look for "error" in {target}' in err
+    assert f'11 lines with an error: look for "error" in {target}' in err
     found = records(target)
-    assert found[10]["scores"] == [[1]]
+    assert found[11]["scores"] == [[1]]
     for number, said in enumerate(bad.values(), start=1):
         message = found[number]["error"]["message"]
         assert message.startswith(f"line {number}: ")
@@ -214,13 +215,21 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         "field": "items[0]",
         "limit": "9",
     }
-    assert "line 11: not JSON" in found[11]["error"]["message"]
+    assert "line 12: not JSON" in found[12]["error"]["message"]
     assert found[6]["id"] == "r6" and "id" not in found[7]
     source.write_text('{"id": [1], "query": "a"}\n{"id": 7, "query": "a", "group": "g", "timeout": "1 s"}\n')
     target.unlink()
     assert call("score", source, target)[0] == 1
     found = records(target)
     assert found[1].keys() == {"line", "input_crc", "error"} and (found[2]["id"], found[2]["group"]) == (7, "g")
+
+
+def test_a_byte_order_mark_before_the_first_line_is_skipped(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    assert call("score", source, target)[0] == 0
+    assert records(target)[1]["scores"] == [[1], [1]]
+    assert call("score", source, target)[0] == 0 and len(pool.asked) == 10
 
 
 def test_errors_stay_until_they_are_asked_again(

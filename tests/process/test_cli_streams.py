@@ -47,6 +47,11 @@ def test_an_empty_pipe_has_no_lines() -> None:
     assert through_a_pipe([], 2) == []
 
 
+def test_a_byte_order_mark_is_skipped_before_the_first_line_alone() -> None:
+    mark = b"\xef\xbb\xbf"
+    assert through_a_pipe([mark[:1], mark[1:] + b"a\n" + mark + b"b\n"], 1) == [(1, 0, b"a\n"), (2, 5, mark + b"b\n")]
+
+
 def test_of_a_line_that_is_too_long_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_stream, "MAX_LINE_BYTES", 10)
     monkeypatch.setattr(input_stream, "_CHUNK", 8)

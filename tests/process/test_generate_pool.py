@@ -95,18 +95,20 @@ def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp
     lines += [{"prompt": [VOCAB]}, {"text": "a"}, {"prompt": prompt(7), "n": 2, "logprobs": True, "max_new_tokens": 3}]
     lines += [{"prompt": prompt(8), "temperature": -1}, {"prompt": []}]
     lines += [{"prompt": prompt(9), "adapter": "french"}, {"prompt": prompt(9), "adapter": "dutch"}]
+    lines += [{"prompt": prompt(1), "json_schema": {"type": "object"}}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for _ in range(2):
         code, _, err = call("generate", source, target, "--connect", daemon.address, "--max-new-tokens", 9, "--temperature", 0)
         assert code == 1, err
     found = records(target)
-    assert sorted(found) == list(range(1, 13))
+    assert sorted(found) == list(range(1, 14))
     for i in range(5):
         wanted, _, reason = expected_output(prompt(i), Sampling(temperature=0.0, max_new_tokens=9), sample=0, vocab=VOCAB)
         [sample] = found[i + 1]["samples"]
         assert (sample["token_ids"], sample["finish_reason"], "logprobs" in sample) == (wanted, reason, False)
         assert (found[i + 1]["id"], found[i + 1]["version"], found[i + 1]["tokens"]) == (i, 0, len(wanted))
-    assert found[6]["error"]["field"] == "prompts[0][0]" and found[6]["error"]["limit"] == str(VOCAB)
+    assert found[6]["error"]["field"] == "prompt[0]" and found[6]["error"]["limit"] == str(VOCAB)
+    assert found[6]["error"]["message"].startswith("line 6: prompt[0]: ")
     assert found[7]["error"]["code"] == "bad_line" and "unknown key text" in found[7]["error"]["message"]
     for number, sample in enumerate(found[8]["samples"]):
         sampling = Sampling(temperature=0.0, max_new_tokens=3)
@@ -119,3 +121,5 @@ def test_the_command_generates_a_file_and_continues_it(processes: Processes, tmp
     )
     assert found[11]["samples"][0]["token_ids"] == adapted
     assert found[12]["error"]["message"] == "line 12: adapter: 'dutch'; the workers of this group have french"
+    said = "json_schema: an object; must be a string, or null (write the object as a string of JSON)"
+    assert found[13]["error"]["message"] == f"line 13: {said}"
