@@ -30,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: unanswered requests that one client may have; what they, their answers and what it has not read take of the total
     window_requests: int = 4096
     window_bytes: int = 256 << 20
-    #: the largest message, request or answer; a frame over twice this is not received: ZeroMQ cuts the link
+    #: the largest message, request or answer, at least 1000; a frame over twice this is not received: ZeroMQ cuts the link
     max_message_bytes: int = 64 << 20
     #: answers are kept for a resend until acknowledged, at most this long and this large in all
     answers_s: float = 60.0

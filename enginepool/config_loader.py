@@ -27,6 +27,10 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 
+#: The least `limits.max_message_bytes`: the first messages of peers fit. A client's `hello` has about 130 bytes, and a worker's
+#: `ready` more.
+LEAST_MESSAGE_BYTES = 1000
+
 
 def load_config(path: Path) -> PoolConfig:
     """Read a TOML file.
@@ -162,9 +166,9 @@ def _check_group(name: str, group: GroupConfig, need: Need) -> None:
             right = root.startswith(("/", "~")) or bool(others and redis_root(root))
             need(right, f"{at}.{key}[{index}]", root, f"an absolute path of a directory, or one that begins with ~{others}")
     for index, root in enumerate(group.adapter_roots):
-        absolute = root.startswith(("/", "~")) and "generate" in group.operations
-        allowed = "an absolute path of a directory, or one that begins with ~; only with operations = ['generate']"
-        need(absolute, f"{at}.adapter_roots[{index}]", root, allowed)
+        need("generate" in group.operations, f"{at}.adapter_roots", group.adapter_roots, "only where operations has 'generate'")
+        right = root.startswith(("/", "~"))
+        need(right, f"{at}.adapter_roots[{index}]", root, "an absolute path of a directory, or one that begins with ~")
     for key in ("profile_root", "kernel_cache"):
         root = getattr(group, key)
         need(not root or root.startswith(("/", "~")), f"{at}.{key}", root, "an absolute path, or one that begins with ~")
@@ -216,7 +220,10 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         for key in struct.__struct_fields__:
             value = getattr(struct, key)
             zero_ok = key == "max_restarts"
-            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0 and less than 1e15")
+            allowed = f"{'0 or more' if zero_ok else 'more than 0'} and less than 1e15"
+            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, allowed)
+    least, most = LEAST_MESSAGE_BYTES, config.limits.max_message_bytes
+    need(most >= least, "limits.max_message_bytes", most, f"{least} or more: the messages that open a connection must fit")
     need(
         config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.buffer_bytes // 2,
         "limits.window_bytes",

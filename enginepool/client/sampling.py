@@ -70,6 +70,8 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
         if most:
             raise bad(field, f"{field}: {length}; at most {most}", most) from None
         allowed, received = wrong_type(what, _PYTHON)
+        if field == "temperature_schedule":
+            allowed = "three numbers: the first temperature, the last one, and over how many tokens"
         name = field.partition("[")[0]
         shown = kind(given.get(name)) if field == name else received
         field = "logit_bias" if name == "logit_bias" else field

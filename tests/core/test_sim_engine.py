@@ -265,8 +265,8 @@ def test_an_engine_that_cannot_pack_does_not_and_is_refused_where_it_has_to(opti
         ({"latency": 3}, "latency"),
         ({"vocab": 0}, "vocab = 0"),
         ({"token_s": -1.0}, "token_s"),
-        ({"kind": "other"}, "other"),
-        ({"faults": [{"kind": "explode"}]}, "explode"),
+        ({"kind": "other"}, "kind = 'other': must be one of causal, classifier, embedding"),
+        ({"faults": [{"kind": "explode"}]}, "faults[0].kind = 'explode': must be one of crash, abort, hang, "),
         ({"faults": [{"kind": "crash", "at": 3}]}, "`at`"),
         (
             {"faults": [{"kind": "crash", "rows": "all"}]},

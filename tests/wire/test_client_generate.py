@@ -202,6 +202,12 @@ def test_an_argument_that_cannot_be_served_is_named_and_nothing_is_sent(
     assert not coordinator.asked
 
 
+@pytest.mark.parametrize("schedule", [[1.0, 0.2], [1.0, 0.2, 5, 6], 0.2])
+def test_the_error_for_a_wrong_schedule_names_its_three_numbers(coordinator: GeneratingCoordinator, schedule: Any) -> None:
+    with pytest.raises(errors.BadRequest, match="must be three numbers: the first temperature, the last one, "):
+        generate(coordinator, "a", temperature_schedule=schedule)
+
+
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant(coordinator: GeneratingCoordinator) -> None:
     with pytest.raises(TypeError, match=r"generate\(\) has no argument 'max_tokens'; did you mean max_new_tokens\?"):
         generate(coordinator, "a", max_tokens=3)

@@ -1,6 +1,6 @@
 """What a sim engine is told: its sizes, its costs, its weights, and what shall go wrong."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -119,6 +119,8 @@ def read_options(options: dict[str, Any]) -> SimOptions:
     except msgspec.ValidationError as error:
         key, what = located(str(error))
         allowed, _ = wrong_type(what, TOML)
+        if what.startswith("Invalid enum value"):
+            allowed = f"one of {', '.join(get_args(Kind if key == 'kind' else FaultKind))}"
         why = f"{key} = {value_at(options, key)!r:.80}: must be {allowed}" if allowed and key else str(error)
         raise ValueError(f"options of engine sim: {why}") from None
     for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows", "sequences", "sequence_tokens"):
