@@ -90,7 +90,9 @@ def exposed(folder: Path) -> str:
     if status.st_uid != os.geteuid():
         return f"{real} belongs to another user"
     if status.st_mode & 0o077:
-        return f"others can enter {real} (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700 it"
+        shared = status.st_mode & stat.S_ISVTX  # such as /tmp, which other users need
+        advice = "name a directory of your own" if shared else "chmod 700 it"
+        return f"others can enter {real} (mode {stat.S_IMODE(status.st_mode):04o}): {advice}"
     return ""
 
 
@@ -105,7 +107,8 @@ def written_by_others(folder: Path) -> str:
     if status.st_uid not in _trusted():
         return f"{real} belongs to another user"
     if status.st_mode & 0o022:
-        return f"others can write to {real} (mode {stat.S_IMODE(status.st_mode):04o}): chmod go-w it, or name another directory"
+        advice = "" if status.st_mode & stat.S_ISVTX else "chmod go-w it, or "
+        return f"others can write to {real} (mode {stat.S_IMODE(status.st_mode):04o}): {advice}name another directory"
     return ""
 
 

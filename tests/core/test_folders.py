@@ -77,7 +77,8 @@ def test_a_folder_that_others_can_read_write_or_enter_is_exposed(tmp_path: Path,
     folder = tmp_path / "f"
     folder.mkdir()
     folder.chmod(mode)
-    assert exposed(folder) == f"others can enter {folder} (mode {mode:04o}): chmod 700 it"
+    advice = "name a directory of your own" if mode & stat.S_ISVTX else "chmod 700 it"
+    assert exposed(folder) == f"others can enter {folder} (mode {mode:04o}): {advice}"
     link = tmp_path / "link"
     link.symlink_to(folder)
     assert exposed(link) == exposed(folder)
@@ -118,5 +119,6 @@ def test_a_folder_that_others_may_read_alone_is_written_by_nobody_else(tmp_path:
     assert written_by_others(folder) == written_by_others(folder / "new" / "one") == ""
     for mode in (0o775, 0o757, 0o1777):
         folder.chmod(mode)
-        said = f"others can write to {folder} (mode {mode:04o}): chmod go-w it, or name another directory"
+        advice = "" if mode & stat.S_ISVTX else "chmod go-w it, or "
+        said = f"others can write to {folder} (mode {mode:04o}): {advice}name another directory"
         assert written_by_others(folder) == written_by_others(folder / "new" / "one") == said

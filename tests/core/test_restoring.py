@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -149,7 +150,8 @@ def test_a_snapshot_that_others_could_have_put_there_is_not_opened_and_the_check
         assert restored(engine, held, Restore(3, digest, path, str(tmp_path))).code == ""
         assert [weights.checkpoint for weights, _, _ in engine.took] == [str(tmp_path)]
         said = refusal(FakeEngine(OTHER), held, Restore(3, digest, path)).split("; ")[1]
-        assert said == f"the snapshot in {forged}: others can enter {forged} (mode {mode:04o}): chmod 700 it"
+        advice = "name a directory of your own" if mode & stat.S_ISVTX else "chmod 700 it"
+        assert said == f"the snapshot in {forged}: others can enter {forged} (mode {mode:04o}): {advice}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which can give a folder to another user")

@@ -62,7 +62,8 @@ def test_a_directory_that_others_can_enter_is_refused_in_one_line(
     assert daemon.process.wait(PATIENCE_S) == 2
     daemon.end()
     assert len(daemon.lines) == 1, daemon.lines
-    assert f"others can enter {folder} (mode {mode:04o}): chmod 700 it" in daemon.lines[0]
+    advice = "name a directory of your own" if mode & stat.S_ISVTX else "chmod 700 it"
+    assert f"others can enter {folder} (mode {mode:04o}): {advice}" in daemon.lines[0]
     assert not [path for path in folder.iterdir() if path.is_socket()]
 
 
