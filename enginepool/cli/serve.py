@@ -62,6 +62,9 @@ def serve(
     where = str(config or "configuration")
     _check_host(pool, where)
     if check:
+        from enginepool.coordinator.shell.startup import check_ports
+
+        check_ports(pool)
         typer.echo(f"{where}: good; {_summary(pool)}")
         return
     from enginepool.cli.coordinator_process import keep_running

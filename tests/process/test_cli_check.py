@@ -73,3 +73,21 @@ def test_the_check_leaves_no_file_and_passes_while_the_pool_runs(tmp_path: Path)
         code, out, _ = call("serve", "--config", path, "--check")
     assert code == 0 and out.endswith(f"listens on ipc://{state}/p.sock, where a pool runs now\n")
     journal.close()
+
+
+@pytest.mark.parametrize("key", ["listen", "listen_workers"])
+def test_the_check_refuses_a_port_of_another_process_and_leaves_a_free_one_free(tmp_path: Path, key: str) -> None:
+    path, state = tmp_path / "pool.toml", tmp_path / "state"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        config = f'state_dir = "{state}"\nlisten = "ipc://{state}/p.sock"\ninsecure_loopback = true\n'
+        config = config.replace(f"ipc://{state}/p.sock", address) if key == "listen" else f'{config}{key} = "{address}"\n'
+        path.write_text(config + SIM)
+        code, out, err = call("serve", "--config", path, "--check")
+        assert (code, out, err) == (2, "", f"enginepool: {address}: cannot listen: in use by another process\n")
+        journal = Journal(state)  # of a pool that runs: the port may be its own
+        assert call("serve", "--config", path, "--check")[0] == 0
+        journal.close()
+    for _ in range(2):
+        assert call("serve", "--config", path, "--check")[::2] == (0, "")
+    assert [file for file in state.iterdir() if file.is_socket()] == []

@@ -65,6 +65,23 @@ def context() -> "zmq.Context[zmq.Socket[bytes]]":
     return cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
 
 
+def try_to_listen(endpoint: str) -> None:
+    """Listen on this address, and leave it free. Raises ConfigError."""
+    with context().socket(zmq.ROUTER) as probe:
+        _listen(probe, endpoint)
+
+
+def _listen(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Bind, or raise ConfigError."""
+    try:
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        why = "in use by another process" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+        raise ConfigError(f"{endpoint}: cannot listen: {why}") from None
+
+
 class Router:
     """One bound ROUTER socket with outboxes.
 
@@ -115,16 +132,10 @@ class Router:
         """Bind, or raise ConfigError. `gate`: keys, for TCP."""
         if endpoint.startswith("ipc://"):
             self._lock = lock_socket_file(endpoint)
-        try:
-            if gate is not None and endpoint.startswith("tcp://"):
-                gate.guard(self._socket)
-                self._gate = gate
-            if "[" in endpoint:
-                self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            why = "in use by another process" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
-            raise ConfigError(f"{endpoint}: cannot listen: {why}") from None
+        if gate is not None and endpoint.startswith("tcp://"):
+            gate.guard(self._socket)
+            self._gate = gate
+        _listen(self._socket, endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def bind_again(self) -> str:

@@ -11,9 +11,10 @@ from enginepool.coordinator.shell.connections import Shares, raise_open_files, s
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.coordinator.shell.journal import prepare_state_dir
 from enginepool.coordinator.shell.log import log
+from enginepool.coordinator.shell.router import try_to_listen
 from enginepool.coordinator.shell.socket_files import check_socket_folder
 from enginepool.errors import ConfigError
-from enginepool.host.folders import make_private
+from enginepool.host.folders import lock_file, make_private
 from enginepool.net.address import default_address
 
 
@@ -83,3 +84,23 @@ def check_host(config: PoolConfig) -> None:
         read_keys(folder)
     for endpoint in (listen_address(config), workers_endpoint(config, directory)):
         check_socket_folder(endpoint)
+
+
+def check_ports(config: PoolConfig) -> None:
+    """Refuse TCP addresses on which this host cannot listen now.
+
+    They are not tried while a pool runs with this state directory, because they may be its own.
+
+    Raises:
+        ConfigError: one line says why.
+    """
+    directory = state_directory(config.state_dir)
+    lock = directory / "lock"
+    try:
+        if lock.exists():
+            lock_file(lock).close()
+    except BlockingIOError:
+        return
+    for endpoint in (listen_address(config), workers_endpoint(config, directory)):
+        if endpoint.startswith("tcp://"):
+            try_to_listen(endpoint)
