@@ -45,10 +45,11 @@ def status(
 
 
 async def _status(address: str, every: float | None, as_json: bool) -> None:
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    from enginepool.cli.console import console
+
+    screen = console()
     async with open_pool(address) as pool:
         if every is None or as_json:
             while True:
@@ -56,11 +57,11 @@ async def _status(address: str, every: float | None, as_json: bool) -> None:
                 if as_json:
                     typer.echo(json.dumps(whole(report)))
                 else:
-                    console.print(tables(report))
+                    screen.print(tables(report))
                 if every is None:
                     return
                 await asyncio.sleep(every)
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with Live(console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
             while True:
                 live.update(tables(await _ask(pool, address)), refresh=True)
                 await asyncio.sleep(every)

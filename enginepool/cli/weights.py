@@ -236,9 +236,9 @@ def _report(
 
         typer.echo(msgspec.json.encode(report).decode())
     else:
-        from rich.console import Console
+        from enginepool.cli.console import console
 
-        Console().print(show(report))
+        console().print(show(report))
     return report
 
 

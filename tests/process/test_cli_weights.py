@@ -13,7 +13,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 
 from enginepool import BlockingPool
 from enginepool.cli import weights
-from enginepool.protocol.messages.weight_reports import WeightsReport, WorkerWeights
+from enginepool.protocol.messages.weight_reports import UpdateRecord, WeightsReport, WorkerWeights
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.forking import ForkedDaemon
@@ -156,3 +156,17 @@ def test_engines_that_could_not_be_asked_are_not_reported_as_valid(
 def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     code, out, err = call("weights", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_table_is_not_cut_where_no_terminal_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = UpdateRecord(1_700_000_000_000, "process_group_broken", "checkpoint")
+    record.members, record.committed, record.sent_bytes = 4096, 4000, 10**16
+    report = WeightsReport(1, "judge", 3, "0" * 32, history=[record])
+
+    def ask(*_: object) -> WeightsReport:
+        return report
+
+    monkeypatch.setattr(weights, "ask_pool", ask)
+    _, out, _ = call("weights", "history", env={"COLUMNS": "80"})
+    shown = ["1700000000000", "process_group_broken", "checkpoint", "4000/4096", "10000000000.0", "0.00", "-"]
+    assert [line.split()[1:] for line in out.splitlines() if "4096" in line] == [shown]
