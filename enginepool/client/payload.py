@@ -26,6 +26,8 @@ Payload: TypeAlias = tuple[list[FrameSpec], tuple[Buffer, ...]]
 _MAX_TOKEN = MAX_TOKENS - 1
 #: Below this a copy is cheaper than a view.
 _LARGE = 1 << 16
+_IDS = "a sequence of token ids"
+_TEXT_OR_IDS = f"a text, or {_IDS}"
 
 
 def encode_shared(
@@ -41,7 +43,7 @@ def encode_shared(
         spec = FrameSpec("query", "utf8", (len(head),))
         body = _encode("items", of_rows, rows, True, f"the {name.removesuffix('s')} is text")
     else:
-        ids = _ids(name, query)
+        ids = _ids(name, query, allowed=_TEXT_OR_IDS)
         _no_negative(name, ids, None)
         head = ids.tobytes()
         spec = FrameSpec("query", "int32", (len(ids),))
@@ -59,7 +61,7 @@ def encode_pairs(
     queries, rows = _rows("prompts", prompts), _rows("responses", responses)
     if len(queries) != len(rows):
         raise bad("responses", f"responses: expected {len(queries)} (one per prompt), got {len(rows)}", str(len(queries)))
-    text = _is_text(queries)
+    text = _is_text("prompts", queries)
     what = "text" if text else "token ids"
     heads = _encode("query", "prompts", queries, text, f"prompts[0] is {what}")
     body = _encode("items", "responses", rows, text, f"the prompts are {what}")
@@ -70,7 +72,7 @@ def encode_pairs(
 def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]]) -> Payload:
     """Frames of items without a query."""
     rows = _rows(name, rows)
-    text = _is_text(rows)
+    text = _is_text(name, rows)
     body = _encode("items", name, rows, text, f"{name}[0] is {'text' if text else 'token ids'}")
     _no_empty(name, body.lengths, "empty; it needs at least one token")
     return body.specs(), body.frames()
@@ -109,9 +111,12 @@ def _encode(frame: str, name: str, rows: Sequence[Any], text: bool, because: str
     return _Encoded(FrameSpec(frame, "int32", (len(flat),)), _buffer(flat), lengths)
 
 
-def _is_text(rows: Sequence[Any]) -> bool:
-    # Not by its index: that of a column of a table begins where it likes.
-    return isinstance(next(iter(rows)), str)
+def _is_text(name: str, rows: Sequence[Any]) -> bool:
+    """Whether the first row is text, as all others must be then."""
+    first = next(iter(rows))  # not by its index: that of a column of a table begins where it likes
+    if not (hasattr(first, "__len__") or hasattr(first, "__array__")):
+        raise bad(f"{name}[0]", f"{name}[0]: {kind(first)}; {_TEXT_OR_IDS}")
+    return isinstance(first, str)
 
 
 def _rows(name: str, rows: Any) -> Sequence[Any]:
@@ -155,7 +160,7 @@ def _lengths(rows: Sequence[Any]) -> npt.NDArray[np.uint32]:
     return np.fromiter(map(len, rows), np.uint32, len(rows))
 
 
-def _ids(name: str, row: Any, index: int | None = None) -> Ids32:
+def _ids(name: str, row: Any, index: int | None = None, allowed: str = _IDS) -> Ids32:
     """One row as int32, not yet held to be positive. Fields are named only when something is wrong: this is the hot path."""
     if isinstance(row, np.ndarray):
         found = cast("npt.NDArray[Any]", row)
@@ -174,7 +179,7 @@ def _ids(name: str, row: Any, index: int | None = None) -> Ids32:
             raise bad(_at(name, index), f"{_at(name, index)}: {error}") from None
     else:
         where = _at(name, index)
-        raise _chat(where, row) or bad(where, f"{where}: {kind(row)}; a sequence of token ids")
+        raise _chat(where, row) or bad(where, f"{where}: {kind(row)}; {allowed}")
     if found.dtype == np.int32 and found.ndim == 1:
         return cast("Ids32", found)
     where = _at(name, index)

@@ -22,7 +22,8 @@ def test_a_worker_that_joins_and_is_lost_is_one_line_each() -> None:
     pool.worker(name)
     pool.do(ev.WorkerBroken(0, name.encode(), "it sent an invalid message: no"))
     assert lines(pool, "is ready") == [f"worker g-0 is ready: incarnation {name}, process 1 on host, weight version 0"]
-    assert lines(pool, "is lost") == [f"worker g-0 is lost: it sent an invalid message: no (incarnation {name}, 0 batches)"]
+    why = "it sent an invalid message: no"
+    assert lines(pool, "is lost") == [f"worker g-0 is lost: {why} (incarnation {name}, 0 batches in flight)"]
 
 
 def test_an_external_worker_is_named_by_its_incarnation() -> None:
@@ -32,7 +33,7 @@ def test_an_external_worker_is_named_by_its_incarnation() -> None:
     pool.do(ev.WorkerSaid(0, b"outside", Exiting("drained", failed=False)))
     assert pool.logged == [
         "worker outside is ready: incarnation outside, process 1 on host, weight version 0",
-        "worker outside ends: drained (incarnation outside, 0 batches, process 1 on host, connected for 6 s)",
+        "worker outside ends: drained (incarnation outside, 0 batches in flight, process 1 on host, connected for 6 s)",
         f"group g: {pool.machine.core.groups['g'].no_worker}; requests that wait: 0",
     ]
     assert pool.kinds == ["external"] * 3
@@ -44,7 +45,7 @@ def test_a_worker_that_an_operator_restarts_is_not_called_lost() -> None:
     pool.worker(name)
     pool.do(ev.RestartAsked(0, b"operator", 9, group="g", worker="g-0", incarnation=name))
     pool.wait(0.5)
-    assert lines(pool, "operator") == [f"worker g-0 ends: an operator restarts it (incarnation {name}, 0 batches)"]
+    assert lines(pool, "operator") == [f"worker g-0 ends: an operator restarts it (incarnation {name}, 0 batches in flight)"]
     assert not lines(pool, "lost")
 
 

@@ -202,6 +202,11 @@ def test_an_argument_that_cannot_be_served_is_named_and_nothing_is_sent(
     assert not coordinator.asked
 
 
+def test_a_prompt_of_another_type_is_told_that_text_and_token_ids_are_allowed(coordinator: GeneratingCoordinator) -> None:
+    with pytest.raises(errors.BadRequest, match=r"^prompts\[0\]: None; a text, or a sequence of token ids$"):
+        generate(coordinator, [None])
+
+
 @pytest.mark.parametrize("schedule", [[1.0, 0.2], [1.0, 0.2, 5, 6], 0.2])
 def test_the_error_for_a_wrong_schedule_names_its_three_numbers(coordinator: GeneratingCoordinator, schedule: Any) -> None:
     with pytest.raises(errors.BadRequest, match="must be three numbers: the first temperature, the last one, "):

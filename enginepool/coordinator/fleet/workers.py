@@ -151,7 +151,7 @@ class WorkerRegistry:
         """
         core, group = self.core, worker.group
         count = len(worker.batches)
-        said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
+        said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'} in flight"
         if worker.slot is None:
             said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
         planned = (own and not kill) or (worker.slot is not None and worker.slot.planned_restart == "ending")
