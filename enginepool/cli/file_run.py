@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: After so many lines that need no answer from the pool the connection is served again.
 LINES_BETWEEN_TURNS = 256
+#: a run ends where so many lines lack a group, and there is no answer at all: all of them lack it
+WITHOUT_GROUP = 100
 #: Errors that say nothing about the line: the run stops, and the line is asked again when it is resumed.
 NOT_OF_THE_LINE = {"closed", "forbidden", "superseded", "unauthorized", "protocol_version"}
 #: options that do not change an answer
@@ -162,6 +164,7 @@ class _FileRun(Generic[L]):
         self.answers = answers
         #: what the pool said where neither a line nor the command said which of its groups
         self.lacks_group = ""
+        self._without_group = 0
         self._form = form
         self._ask = ask
         self._sum_of = sum_of
@@ -196,6 +199,9 @@ class _FileRun(Generic[L]):
                 raise CommandFailed(f"stopped at line {number}: {error}; {answers.resumed}") from None
             if error.code == "unknown_group" and line.group is None:
                 self.lacks_group = str(error)
+                self._without_group += 1
+                if self._without_group >= WITHOUT_GROUP and not answers.answered:
+                    raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
             answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
         else:
             answers.versions.check(number, line.group, columns["version"])

@@ -273,6 +273,14 @@ def test_a_run_that_lacks_a_group_leaves_no_error_behind_and_goes_on_with_one(po
     assert found[3]["scores"] == [[1]] and "error" in found[1] and "error" in found[2]
 
 
+def test_a_run_whose_lines_all_lack_a_group_asks_few_of_them(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    source.write_text('{"query": "which group?", "items": ["b"]}\n' * 1000)
+    code, _, err = call("score", source, target, "--concurrency", 1)
+    assert code == 2 and err.endswith("group: name one of: a, b; choose one with --group\n") and not target.exists()
+    assert len(pool.asked) == 100
+
+
 @pytest.mark.parametrize("concurrency", [1, 64])
 def test_a_line_that_lacks_a_group_has_an_error_of_its_own(pool: StandIn, files: tuple[Path, Path], concurrency: int) -> None:
     source, target = files
