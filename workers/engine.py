@@ -26,6 +26,10 @@ class EngineError(Exception):
     """The engine refused or failed on this work and lives on. The message is one line for the caller."""
 
 
+class RequestRefused(EngineError):
+    """The engine cannot do what the request asks. The message begins with the parameter, if it is one of them: `regex: …`."""
+
+
 class NotComparable(EngineError):
     """The engine holds the weights in another form than they were sent in, so that their digest tells nothing."""
 

@@ -1,7 +1,7 @@
 """One line about an error, for those who asked for the work that failed."""
 
 from enginepool.protocol.errors import WireError
-from enginepool.workers.engine import EngineError
+from enginepool.workers.engine import EngineError, RequestRefused
 from enginepool.workers.log import report
 
 
@@ -16,6 +16,6 @@ def reason_of(error: Exception, work: str) -> tuple[str, str]:
     if isinstance(error, WireError):
         return error.message, error.code
     if isinstance(error, EngineError):
-        return str(error), "engine_error"
+        return str(error), "bad_request" if isinstance(error, RequestRefused) else "engine_error"
     report(error, work)
     return one_line(error), "engine_error"

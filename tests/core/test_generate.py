@@ -272,18 +272,22 @@ def test_an_error_of_the_engine_answers_the_request_and_stops_its_other_sequence
 
 
 @pytest.mark.parametrize(
-    ("sampling", "field"),
-    [({"regex": "(a"}, "sampling.regex"), ({"ebnf": "x"}, "sampling.ebnf"), ({}, "sampling")],
+    ("why", "message", "field"),
+    [("regex: no", "sampling.regex: no", "sampling.regex"), ("too much", "too much", ""), ("model: no", "model: no", "")],
 )
-def test_what_an_engine_refuses_is_an_error_of_the_request(sampling: dict[str, Any], field: str) -> None:
+def test_what_an_engine_refuses_is_an_error_of_the_request(why: str, message: str, field: str) -> None:
     pool = GeneratingPool()
     client = pool.client()
     link = pool.worker(can=CAN)
-    pool.submit(client, 1, generate(3, **sampling))
-    pool.step(link, (pool.tasks()[0], 0, 0, [], "refused"))
+    pool.submit(client, 1, generate(3))
+    start = pool.tasks()[0].message
+    assert isinstance(start, StartGeneration)
+    task = start.task[1]
+    tokens = [FrameSpec("tokens", "int32", (0,))]
+    header = encode_header(GenerationProgress(EPOCH, 0, [Step(task, 0, 0, 0, "refused", why)], tokens))
+    pool.do(worker_event(0, link, [header, b""]))
     failed = failures(pool.sent)[1]
-    assert (failed.code, failed.field) == ("bad_request", field)
-    assert failed.message.startswith(f"{field}: the engine refused it: ") and pool.machine.core.worker_links
+    assert (failed.code, failed.message, failed.field) == ("bad_request", message, field) and pool.machine.core.worker_links
 
 
 def test_a_worker_that_cannot_read_a_task_may_say_so_at_any_position() -> None:

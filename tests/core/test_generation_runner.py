@@ -11,7 +11,6 @@ import pytest
 from enginepool.coordinator.core import events as core
 from enginepool.coordinator.shell.decode import worker_event
 from enginepool.protocol.columns import split_columns
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     MAX_MATCHED,
@@ -23,7 +22,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.workers import generation
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.engine import Emit, EngineDied, EngineError, GenerationTask, NewTokens
+from enginepool.workers.engine import Emit, EngineDied, EngineError, GenerationTask, NewTokens, RequestRefused
 from enginepool.workers.events import EngineLost, GenerationLeft, RunGeneration, StepsDone, WorkerEvent
 from enginepool.workers.generation import GenerationRunner
 
@@ -150,7 +149,7 @@ def test_a_failure_is_one_step_with_one_line_for_a_sequence_that_has_not_ended(e
 
 def test_what_the_engine_refuses_is_told_apart_from_its_failures() -> None:
     async def plan(task: GenerationTask, emit: Emit) -> None:
-        raise WireError("bad_request", "EBNF parsing error")
+        raise RequestRefused("EBNF parsing error")
 
     async def main() -> Worker:
         worker = Worker(plan)

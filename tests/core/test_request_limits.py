@@ -1,6 +1,7 @@
 """What one request may take of a scheduler that all of them share."""
 
 import signal
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 
 from enginepool.workers.sglang.patches.request_limits import (
+    GRAMMARS_BYTES,
     GRAMMARS_TEXT,
     MOST_GRAMMARS,
+    SEARCH_S,
     PatternSearch,
     SlowPattern,
     end_slow_searches,
@@ -46,26 +49,51 @@ class Req:
     module: Any
     finished_reason: Any = None
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
+    def __init__(self, *patterns: str) -> None:
+        self.sampling_params = SimpleNamespace(stop_regex_strs=list(patterns))
+        self.output_ids: list[int] = []
 
     def look(self, accepted: int) -> bool:
         return self._check_str_based_finish(accepted)
 
     def _check_str_based_finish(self, new_accepted_len: int = 1) -> bool:
-        return self.module.re.search(self.pattern, "a" * 64) is not None
+        return any(self.module.re.search(pattern, "a" * 64) is not None for pattern in self.sampling_params.stop_regex_strs)
 
 
-def test_a_sequence_ends_of_its_slow_stop_pattern_and_the_scheduler_goes_on() -> None:
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Req` with the limits."""
+
     def reason(text: str, status: int, kind: str) -> str:
         return f"{kind} {status}: {text}"
 
-    Req.module = module = SimpleNamespace(Req=Req, FINISH_ABORT=reason)
-    end_slow_searches(module)
+    monkeypatch.setattr(Req, "_check_str_based_finish", Req.__dict__["_check_str_based_finish"])
+    monkeypatch.setattr(Req, "module", SimpleNamespace(Req=Req, FINISH_ABORT=reason), raising=False)
+    end_slow_searches(Req.module)
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_sequence_ends_of_its_slow_stop_pattern_and_the_scheduler_goes_on() -> None:
     slow, other = Req(SLOW), Req("a")
     assert slow.look(1)
     assert slow.finished_reason.startswith("BadRequestError 400: stop_regex: a search took longer than 0.1 s")
     assert other.look(1) and other.finished_reason is None
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_sequence_ends_of_many_searches_none_of_which_is_too_slow_and_so_do_others_with_its_patterns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(1000))
+    # Each look at the clock finds that a third of the time for one search has passed.
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * SEARCH_S / 3)
+    patterns = [f"{letter}+" for letter in "bcd"]
+    many, same, other = Req(*patterns), Req(patterns[0]), Req("e")
+    assert many.look(1), "three searches, and the looks around them"
+    assert many.finished_reason.startswith("BadRequestError 400: stop_regex: the searches take too long")
+    assert same.look(1) and same.finished_reason.startswith("BadRequestError 400: stop_regex: ")
+    other.output_ids = [1] * 1000
+    assert not other.look(1) and other.finished_reason is None
 
 
 class GrammarBackend:
@@ -94,3 +122,8 @@ def test_grammars_that_an_engine_keeps_are_bounded_in_number_and_size() -> None:
     for number in range(64):
         backend.set_cache(("json", f"{number:0{long}}"), object())
         assert len(backend.cache) <= 17
+    backend.reset()
+    for number in range(10):
+        compiled = SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=GRAMMARS_BYTES // 2))
+        backend.set_cache(("regex", str(number)), compiled)
+        assert ("regex", str(number)) in backend.cache and len(backend.cache) <= 3

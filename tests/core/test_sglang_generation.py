@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Sampling, TemperatureSchedule
-from enginepool.workers.engine import EngineError, GenerationTask, TaskMedium
+from enginepool.workers.engine import EngineError, GenerationTask, RequestRefused, TaskMedium
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.prefill_admission import Prefill
 from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs, why_aborted
@@ -362,12 +361,13 @@ def test_a_prefill_takes_as_many_tokens_as_sglang_puts_into_one_forward(settings
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("Failed to compile regex grammar: [09:19:59] /build/cpp/regex.cc:83: Regex error:\n at 2", "Regex error: at 2"),
+        ("Failed to compile regex grammar: [09:19:59] /build/cpp/regex.cc:83: Regex error:\n at 2", "regex: Regex error: at 2"),
+        ("Failed to compile json grammar: Unsupported type", "json_schema: Unsupported type"),
         ("Grammar compilation failed:", "Grammar compilation failed:"),
     ],
 )
 def test_what_sglang_refuses_is_told_without_the_place_in_its_source(said: str, why: str) -> None:
     found = why_aborted({"type": "abort", "message": said, "status_code": 400})
-    assert isinstance(found, WireError) and (found.code, found.message) == ("bad_request", why)
+    assert isinstance(found, RequestRefused) and str(found) == why
     found = why_aborted({"type": "abort", "message": said, "status_code": 500})
-    assert isinstance(found, EngineError) and str(found).startswith("the engine aborted the sequence: ")
+    assert not isinstance(found, RequestRefused) and str(found).startswith("the engine aborted the sequence: ")

@@ -332,7 +332,7 @@ def test_text_grammars_and_refusals(daemon: Daemon, reference: Reference) -> Non
             assert {token for group in answer for one in group for token in one.token_ids.tolist()} <= {7, 9}
             grammars: dict[str, Any] = {"regex": "(a", "ebnf": "root ::= (", "json_schema": '{"type": "intege"}'}
             for name, wrong in grammars.items():
-                with pytest.raises(BadRequest, match=rf"{name}: the engine refused it: [A-Z]") as refused:
+                with pytest.raises(BadRequest, match=rf"^{name}: [A-Z]") as refused:
                     await pool.generate([[1]], **{name: wrong})
                 assert refused.value.field.endswith(name) and "/" not in str(refused.value)
             # About one token of 20 of the thoughts is their end, and none is that of the sequence.

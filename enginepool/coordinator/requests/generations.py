@@ -25,12 +25,12 @@ from enginepool.protocol.messages import (
     GenerationUsage,
     Message,
     Run,
+    Sampling,
     SequenceEnd,
     Step,
     StopGeneration,
     Timings,
 )
-from enginepool.protocol.sampling import GRAMMARS
 
 #: A request runs alone once so many workers were lost with it: of hundreds that a worker runs, one may have been the cause.
 LOSSES = 2
@@ -118,14 +118,13 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
 
 
 def _fail(requests: StreamRequests, request: Request, reason: str, why: str) -> None:
-    """An engine could not run it, or refused what it asks: that is its grammar, which engines alone can read."""
+    """An engine could not run it, or refused what it asks, such as a grammar: engines alone can read these."""
     if reason == "error":
         requests.fail(request, "engine_error", why)
         return
-    work = request.work
-    grammar = next((name for name in GRAMMARS if isinstance(work, GenerateWork) and getattr(work.sampling, name)), "")
-    field = f"sampling.{grammar}" if grammar else "sampling"
-    requests.fail(request, "bad_request", f"{field}: the engine refused it: {why}", field=field)
+    name = why.partition(":")[0]
+    field = f"sampling.{name}" if name in Sampling.__struct_fields__ else ""
+    requests.fail(request, "bad_request", f"sampling.{why}" if field else why, field=field)
 
 
 def _pass_on(

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities, Sampling
-from enginepool.workers.engine import EngineError, GenerationTask
+from enginepool.workers.engine import EngineError, GenerationTask, RequestRefused
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 #: Float32 stays finite when a logit has each of these at once. NaN in one row ends the scheduler, so it ends all of them.
@@ -22,19 +21,20 @@ LEAST_REPETITION_PENALTY = 0.01
 _SEEDS = 1 << 63
 #: characters of SGLang's reasons
 _MOST_SAID = 300
-#: of its reasons about grammars: what the request says itself, and where the parser's source says it
-_KNOWN = re.compile(r"Failed to compile \w+ grammar: |\[[\d:]+\] \S+:\d+: ")
+#: of its reasons about grammars: which parameter, and where the parser's source says it
+_GRAMMAR, _PLACE = re.compile(r"^Failed to compile (\w+) grammar: "), re.compile(r"\[[\d:]+\] \S+:\d+: ")
 #: parameters that the logit processor of this package takes; SGLang does not know them
 PROCESSED = ("allowed_token_ids", "disallowed_token_ids", "temperature_schedule")
 #: parameters that are not among SGLang's sampling parameters
 _APART = (*PROCESSED, "require_reasoning")
 
 
-def why_aborted(reason: Mapping[str, Any]) -> EngineError | WireError:
+def why_aborted(reason: Mapping[str, Any]) -> EngineError:
     """Why SGLang gave a sequence up. Status 400: it refused what the request asks, such as a grammar."""
     said = " ".join(str(reason.get("message")).split())
     if reason.get("status_code") == 400:
-        return WireError("bad_request", _KNOWN.sub("", said)[:_MOST_SAID])
+        said = _GRAMMAR.sub(lambda found: f"{'json_schema' if found[1] == 'json' else found[1]}: ", _PLACE.sub("", said))
+        return RequestRefused(said[:_MOST_SAID])
     return EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
@@ -179,11 +178,10 @@ class Sequences:
         self._decoded = 0
         self._rooms: dict[int, Held] = {}
         #: sequences that were given up here, and why
-        self._failed: dict[int, EngineError | WireError] = {}
+        self._failed: dict[int, EngineError] = {}
 
     async def run(self) -> None:
-        """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError,
-        or WireError for what it asks."""
+        """Return once all have ended; cancelled, or when one failed, once the engine has dropped all. Raises EngineError."""
         self._decoded = await decoded_bytes(self._task.media, self._engine.longest_clip)
         self._streams = [asyncio.create_task(self._continue(0))]
         try:
@@ -230,7 +228,7 @@ class Sequences:
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
                     _ending(answer["meta_info"]["finish_reason"])
-        except (EngineError, WireError):
+        except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"the engine refused the task: {media_error(one_line(error))}") from error
@@ -320,14 +318,13 @@ class Sequences:
                 new = NewTokens(sequence, tokens, logprobs if self._task.logprobs else (), why, matched, found)
                 self._emit(self._detailed(new, message, place) if self._detail else new)
         except Exception as error:
-            self._failed[sequence] = error if isinstance(error, EngineError | WireError) else EngineError(one_line(error))
+            self._failed[sequence] = error if isinstance(error, EngineError) else EngineError(one_line(error))
             if reason is None:
                 self._engine.abort(self._rids[sequence])
 
 
 def _ending(reason: dict[str, Any] | None) -> tuple[Literal["", "stop", "length"], int | str | None]:
-    """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError or
-    WireError: it gave the sequence up."""
+    """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError: it gave the sequence up."""
     if reason is None:
         return "", None
     if reason["type"] == "length":

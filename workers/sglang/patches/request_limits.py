@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 #: Seconds of the processor that a search for a stop pattern may take. Most take microseconds; one that tries all ways to divide
 #: a text would take years.
 SEARCH_S = 0.1
+#: and so many more for each token that all searches of a sequence together may take; few patterns take 20 µs
+SEARCHES_S = 0.0005
 #: patterns that took longer, which are not searched for again: each sample of a prompt has the same one
 MOST_SLOW = 4096
-#: Grammars that an engine keeps, and characters of them together. A schema of 60,000 characters can take 25 MB.
-MOST_GRAMMARS, GRAMMARS_TEXT = 1024, 1 << 20
+#: Grammars that an engine keeps, and characters and bytes of them together. A pattern of 60,000 characters can take 300 MB.
+MOST_GRAMMARS, GRAMMARS_TEXT, GRAMMARS_BYTES = 1024, 1 << 20, 256 << 20
 
 
 class SlowPattern(Exception):
@@ -42,13 +45,17 @@ class PatternSearch:
         try:
             return re.search(pattern, text)
         except SlowPattern:
-            self._slow[pattern] = None
-            if len(self._slow) > MOST_SLOW:
-                self._slow.popitem(last=False)
+            self.remember([pattern])
             raise
         finally:
             self._end = None
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def remember(self, patterns: Iterable[str]) -> None:
+        """Search for none of these again."""
+        self._slow.update(dict.fromkeys(patterns))
+        while len(self._slow) > MOST_SLOW:
+            self._slow.popitem(last=False)
 
     def _look(self, *_: object) -> None:
         if self._end is not None and time.thread_time() >= self._end:
@@ -61,18 +68,32 @@ def end_slow_searches(batch: Any) -> None:
 
     Ranks of one engine look for themselves, and have to find the same: this is for engines of one rank.
     """
-    batch.re = SimpleNamespace(search=PatternSearch(), error=re.error)
+    search = PatternSearch()
+    batch.re = SimpleNamespace(search=search, error=re.error)
     check = batch.Req._check_str_based_finish
 
     def _check_str_based_finish(self: Any, *args: Any, **kwargs: Any) -> bool:
-        try:
+        if not self.sampling_params.stop_regex_strs:
             return check(self, *args, **kwargs)
+        began = time.thread_time()
+        try:
+            found = check(self, *args, **kwargs)
+            self._searched = getattr(self, "_searched", 0.0) + time.thread_time() - began
+            if found or self._searched <= SEARCH_S + SEARCHES_S * len(self.output_ids):
+                return found
+            search.remember(self.sampling_params.stop_regex_strs)
+            text = "stop_regex: the searches take too long; use fewer patterns, and simpler ones"
         except SlowPattern:
             text = f"stop_regex: a search took longer than {SEARCH_S:g} s; use a pattern without repeats inside repeats"
-            self.finished_reason = batch.FINISH_ABORT(text, HTTPStatus.BAD_REQUEST, "BadRequestError")
-            return True
+        self.finished_reason = batch.FINISH_ABORT(text, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        return True
 
     batch.Req._check_str_based_finish = _check_str_based_finish
+
+
+def _bytes_of(grammar: Any) -> int:
+    """Of one that XGrammar compiled, which says it; 0: of another one."""
+    return getattr(getattr(grammar, "ctx", None), "memory_size_bytes", 0)
 
 
 def forget_grammars(backend: Any) -> None:
@@ -83,7 +104,8 @@ def forget_grammars(backend: Any) -> None:
     keep = backend.set_cache
 
     def set_cache(self: Any, key: Any, value: Any) -> None:
-        if len(self.cache) >= MOST_GRAMMARS or sum(len(str(known)) for known in self.cache) > GRAMMARS_TEXT:
+        text, size = sum(len(str(known)) for known in self.cache), sum(map(_bytes_of, self.cache.values()))
+        if len(self.cache) >= MOST_GRAMMARS or text > GRAMMARS_TEXT or size > GRAMMARS_BYTES:
             self.reset()
         keep(self, key, value)
 
