@@ -7,7 +7,7 @@ would take and compute wrongly is refused by name as well. No file is opened tha
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
 }
+#: what a module needs of its layer: SGLang stacks q, k and v, and gate and up, and fills in zeros for k, up and w3 alone
+_STACKED_WITH = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}
 
 
 def read_adapter(path: str, roots: Sequence[str], setting: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
@@ -100,6 +102,20 @@ def _check_shapes(entries: Mapping[str, Any], rank: int, shapes: Mapping[str, tu
         wanted = {"A": [rank, columns], "B": [rows, rank]}
         if parts != wanted:
             raise CheckpointError(f"{layer:.200}: lora_A and lora_B are {parts}; expected {wanted}, for r = {rank}")
+    _check_stacked(layers, shapes)
+
+
+def _check_stacked(layers: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError for a layer that SGLang cannot stack: it would end when a sequence first uses the adapter."""
+    for layer in layers:
+        block, _, module = layer.rpartition(".")
+        needed = _STACKED_WITH.get(module)
+        if needed is None or f"{block}.{needed}" in layers:
+            continue
+        if needed in ("gate_proj", "w1") and shapes and f"{block}.{needed}.weight" not in shapes:
+            continue  # a model without gates: nothing is stacked
+        text = f"SGLang serves it only together with {needed} of that layer, which the adapter does not have"
+        raise CheckpointError(f"{layer:.200}: {text}; train both, or add tensors of zeros for {needed}")
 
 
 def _check_numbers(name: str, values: Any, dtype: str) -> None:

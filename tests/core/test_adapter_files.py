@@ -85,6 +85,45 @@ def test_tensors_that_fit_no_layer_or_hold_no_number_are_refused(tmp_path: Path,
         read(folder(tmp_path / "a", data=data), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("has", "layer", "needs"),
+    [
+        ("0.q 0.k 0.v 1.q 1.v 0.o 1.gate 0.gate 0.up", "", ""),
+        ("0.v", "0.v", "q"),
+        ("0.k", "0.k", "q"),
+        ("0.q", "0.q", "v"),
+        ("0.q 0.k", "0.q", "v"),
+        ("0.k 0.v 1.q 1.k 1.v", "0.k", "q"),
+        ("0.up", "0.up", "gate"),
+        ("0.gate 1.up", "1.up", "gate"),
+    ],
+)
+def test_a_module_that_sglang_stacks_without_the_one_that_it_needs_is_refused(
+    tmp_path: Path, has: str, layer: str, needs: str
+) -> None:
+    """SGLang would load some of these, and end when a sequence first uses the adapter."""
+
+    def named(short: str) -> str:
+        return f"model.layers.{short}_proj"
+
+    names = [named(f"{number}.{module}") for number in (0, 1) for module in ("q", "k", "v", "o", "gate", "up")]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (4, 6) for name in names}
+    data = {key.replace("lin", named(short)): one for short in has.split() for key, one in tensors().items()}
+    path = folder(tmp_path / "a", data=save(data))
+    for known in (shapes, {}):
+        if not layer:
+            assert read(path, tmp_path, known)[0] == str(path)
+            continue
+        with pytest.raises(CheckpointError, match=f"^{named(layer)}: SGLang serves it only together with {needs}_proj of that"):
+            read(path, tmp_path, known)
+
+
+def test_a_model_without_gates_has_nothing_to_stack(tmp_path: Path) -> None:
+    data = {key.replace("lin", "layers.0.up_proj"): one for key, one in tensors().items()}
+    path = folder(tmp_path / "a", data=save(data))
+    assert read(path, tmp_path, {"layers.0.up_proj.weight": (4, 6)})[0] == str(path)
+
+
 def test_the_numbers_of_bfloat16_are_looked_at_too(tmp_path: Path) -> None:
     data = save(tensors(np.float16))
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

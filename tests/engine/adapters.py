@@ -17,13 +17,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 Tensors = dict[str, npt.NDArray[np.float32]]
 
 
-def make_adapter(model: Path, folder: Path, *, seed: int, rank: int, alpha: float) -> Path:
-    """An adapter of all layers of the checkpoint `model`, drawn from `seed`, in `folder`."""
+def make_adapter(model: Path, folder: Path, *, seed: int, rank: int, alpha: float, targets: tuple[str, ...] = TARGETS) -> Path:
+    """An adapter of all layers of the checkpoint `model` whose names end with `targets`, drawn from `seed`, in `folder`."""
     random = np.random.default_rng(seed)
     found: Tensors = {}
     for name, weight in safetensors.load_file(model / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(TARGETS):
+        if layer.endswith(targets):
             rows, columns = weight.shape
             for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 drawn = random.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
@@ -32,7 +32,7 @@ def make_adapter(model: Path, folder: Path, *, seed: int, rank: int, alpha: floa
     safetensors.save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(TARGETS), "base_model_name_or_path": str(model),
+        "target_modules": list(targets), "base_model_name_or_path": str(model),
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

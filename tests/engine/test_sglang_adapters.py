@@ -199,6 +199,28 @@ def test_an_adapter_whose_tensors_fit_no_layer_reaches_no_engine(
             read_adapter(str(tmp_path / "a"), [str(tmp_path)], "adapter_roots", shapes)
 
 
+@pytest.mark.every_version
+def test_an_adapter_of_some_modules_is_served_exactly_or_refused_before_an_engine_has_it(
+    adapting: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    """SGLang stacks q, k and v, and gate and up, and fills in only some that are missing."""
+    own, shapes, prompt = Subject(adapting, models.causal, tmp_path).own, shapes_of(adapting), [*range(150, 190)]
+    # The last one has k of layer 0 alone.
+    served = (("q_proj", "v_proj"), ("gate_proj",), ("down_proj",), ("q_proj", "v_proj", "layers.0.self_attn.k_proj"))
+    for number, targets in enumerate(served):
+        path = make_adapter(models.causal, tmp_path / f"{number}", seed=number, rank=4, alpha=6.0, targets=targets)
+        assert read_adapter(str(path), [str(tmp_path)], "adapter_roots", shapes)[0] == str(path)
+        adapting.call("do", "load_adapter", f"part@{number}", str(path))
+        with reference.holding(with_adapter(own, path)):
+            assert_greedy(reference, prompt, one(adapting, asked(f"part@{number}", prompt)))
+        adapting.call("do", "unload_adapter", f"part@{number}")
+    refused = (("v_proj",), ("k_proj", "v_proj"), ("q_proj", "k_proj"), ("up_proj",), ("layers.1.self_attn.q_proj",))
+    for number, targets in enumerate(refused):
+        path = make_adapter(models.causal, tmp_path / f"no{number}", seed=number, rank=4, alpha=6.0, targets=targets)
+        with pytest.raises(CheckpointError, match=r"layers\.[01]\.\w+\.\w+_proj: SGLang serves it only together with"):
+            read_adapter(str(path), [str(tmp_path)], "adapter_roots", shapes)
+
+
 def shapes_of(engine: HostedEngine) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in engine.call("do", "model_tensors").tensors}
 
