@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,13 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
 }
 #: what a module needs of its layer: SGLang stacks q, k and v, and gate and up, and fills in zeros for k, up and w3 alone
 _STACKED_WITH = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}
+#: modules that SGLang has under another name
+_STACKED_IN = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+    "w2": "down_proj",
+}
 
 
 def read_adapter(path: str, roots: Sequence[str], setting: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
@@ -64,6 +71,27 @@ def read_adapter(path: str, roots: Sequence[str], setting: str, shapes: Mapping[
     return str(folder), adapter_digest(config, tensors.data)
 
 
+def check_limits(path: str, rank: int | None, modules: Collection[str] | None) -> None:
+    """Raise CheckpointError for the adapter in `path`, which was read, if it needs more than an engine has room for.
+
+    Args:
+        rank, modules: the engine's max_lora_rank and lora_target_modules; None: not known.
+    """
+    config = json.loads((Path(path) / CONFIG_FILE).read_bytes())
+    if rank is not None and config["r"] > rank:
+        raise CheckpointError(f"{CONFIG_FILE}: r is {config['r']}, but max_lora_rank of the group is {rank}")
+    if modules is None or "all" in modules:
+        return
+    rooms = {_STACKED_IN.get(module, module) for module in modules}
+    targets = config["target_modules"]
+    layers = dict.fromkeys(name[: name.rindex(".lora_")] for name, _ in safetensors_entries(Path(path) / TENSORS_FILE)[0])
+    for layer in (*layers, *(() if isinstance(targets, str) else targets)):
+        block, _, module = layer.rpartition(".")
+        name = f"{block}.{_STACKED_IN.get(module, module)}"
+        if not any(room in name for room in rooms):  # as SGLang looks for it
+            raise CheckpointError(f"{layer:.200}: not among lora_target_modules of the group: {', '.join(sorted(modules))}")
+
+
 def _check_config(text: bytes) -> int:
     """The rank. Raises CheckpointError for a configuration that SGLang would not serve as it is meant."""
     if len(text) > MAX_ADAPTER_CONFIG:
@@ -77,6 +105,11 @@ def _check_config(text: bytes) -> int:
         raise CheckpointError(f"{CONFIG_FILE}: peft_type is {kind!r:.40}; LORA")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise CheckpointError(f"{CONFIG_FILE}: r is {rank!r:.40} and lora_alpha is {alpha!r:.40}; two numbers, r at least 1")
+    targets = config.get("target_modules")
+    names = cast("list[Any]", targets) if isinstance(targets, list) else [None]
+    if targets not in ("all", "all-linear") and not all(isinstance(name, str) for name in names):
+        allowed = "a list of names, 'all' or 'all-linear'"
+        raise CheckpointError(f"{CONFIG_FILE}: target_modules is {targets!r:.80}; SGLang takes {allowed}")
     for key, values in _UNREAD.items():
         if (value := config.get(key)) not in values:
             raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; leave it out")

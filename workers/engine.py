@@ -290,7 +290,7 @@ class Engine(Protocol):
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in the folder `path`, which was checked, under `name`, which it has none of, while it serves.
-        Raises EngineError: nothing has changed."""
+        Raises CheckpointError: it needs more room than this engine has; EngineError. Nothing has changed then."""
         ...
 
     async def unload_adapter(self, name: str) -> None:

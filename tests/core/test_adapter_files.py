@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save  # pyright: ignore[reportUnknownVariableType]
 
 from enginepool.protocol.adapters import CONFIG_FILE, MAX_ADAPTER_CONFIG, TENSORS_FILE, adapter_digest
-from enginepool.workers.adapter_files import read_adapter
+from enginepool.workers.adapter_files import check_limits, read_adapter
 from enginepool.workers.weights.checkpoint import CheckpointError
 
 SHAPES = {"lin.weight": (4, 6), "norm.weight": (4,)}
@@ -55,6 +55,8 @@ def test_its_digest_is_that_of_its_two_files(tmp_path: Path) -> None:
         ({**CONFIG, "bias": "all"}, "bias is 'all'"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({**CONFIG, "rank_pattern": {"lin": 8}}, "rank_pattern"),
+        ({**CONFIG, "target_modules": r".*\.(q|v)_proj"}, "target_modules is .*; SGLang takes a list of names"),
+        ({**CONFIG, "target_modules": None}, "target_modules is None"),
         (b" " * (MAX_ADAPTER_CONFIG + 1), "more than 65536 bytes"),
         ({**CONFIG, "r": 3}, "for r = 3"),
     ],
@@ -122,6 +124,30 @@ def test_a_model_without_gates_has_nothing_to_stack(tmp_path: Path) -> None:
     data = {key.replace("lin", "layers.0.up_proj"): one for key, one in tensors().items()}
     path = folder(tmp_path / "a", data=save(data))
     assert read(path, tmp_path, {"layers.0.up_proj.weight": (4, 6)})[0] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("rank", "modules", "targets", "says"),
+    [
+        (None, None, ["v_proj"], ""),
+        (2, {"q_proj", "lin"}, ["lin", "model.layers.0.v_proj"], ""),
+        (2, ["all"], ["v_proj"], ""),
+        (8, {"lin", "gate_proj"}, "all-linear", ""),
+        (1, {"lin"}, ["lin"], "adapter_config.json: r is 2, but max_lora_rank of the group is 1"),
+        (2, {"lin", "o_proj"}, ["lin", "v_proj"], "v_proj: not among lora_target_modules of the group: lin, o_proj"),
+        (2, {"q_proj"}, "all-linear", "base_model.model.lin: not among lora_target_modules of the group: q_proj"),
+    ],
+)
+def test_an_adapter_that_an_engine_has_no_room_for_is_refused_with_the_limit(
+    tmp_path: Path, rank: int | None, modules: Any, targets: Any, says: str
+) -> None:
+    path = folder(tmp_path / "a", {**CONFIG, "target_modules": targets})
+    assert read(path, tmp_path)[0] == str(path), "the model has such layers"
+    if says:
+        with pytest.raises(CheckpointError, match=f"^{says}$"):
+            check_limits(str(path), rank, modules)
+    else:
+        check_limits(str(path), rank, modules)
 
 
 def test_the_numbers_of_bfloat16_are_looked_at_too(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_adapters_are_loaded_replaced_while_they_generate_and_loaded_again_by_th
 ) -> None:
     """The engine is started without any: with room for those that come later."""
     first, second = (make_adapter(models.causal, tmp_path / str(seed), seed=seed, rank=4 * seed, alpha=6.0) for seed in (1, 2))
+    wide = make_adapter(models.causal, tmp_path / "wide", seed=3, rank=16, alpha=6.0)
     tensors, config = safetensors.load_file(second / "adapter_model.safetensors"), (second / "adapter_config.json").read_text()
     options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(TARGETS), "max_loras_per_batch": 3}
 
@@ -68,6 +69,11 @@ def test_adapters_are_loaded_replaced_while_they_generate_and_loaded_again_by_th
             new = await pool.generate(PROMPTS, adapter="f", max_new_tokens=40, **GREEDY)
             with pytest.raises(WeightsRefused, match="lora_A and lora_B are"):
                 await pool.load_adapter("g", tensors={**tensors, NARROW: tensors[NARROW][:, 1:]}, config=json.loads(config))
+            with pytest.raises(WeightsRefused, match="r is 16, but max_lora_rank of the group is 8"):
+                await pool.load_adapter("g", wide)
+            outside = {**json.loads(config), "target_modules": [*TARGETS, "lm_head"]}
+            with pytest.raises(WeightsRefused, match="lm_head: not among lora_target_modules of the group: down_proj, "):
+                await pool.load_adapter("g", tensors=tensors, config=outside)
             found = [await old, new]
             await killed(pool)
             return [*found, await pool.generate(PROMPTS, adapter="f", max_new_tokens=40, **GREEDY)]

@@ -1,9 +1,11 @@
 """LoRA adapters that SGLang loads and unloads while it serves. No SGLang here."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from enginepool.protocol.adapters import LOADS_ADAPTERS
+from enginepool.workers.adapter_files import check_limits
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.processes import replicas_of
 
@@ -20,14 +22,18 @@ class AdapterLoads:
     Args:
         tm: SGLang's tokenizer manager.
         requests: SGLang's module of request classes.
-        most: how many SGLang holds; None: any number.
+        settings: SGLang's, resolved.
     """
 
-    def __init__(self, tm: Any, requests: Any, most: int | None) -> None:
-        self._tm, self._requests, self._most = tm, requests, most
+    def __init__(self, tm: Any, requests: Any, settings: Mapping[str, Any]) -> None:
+        self._tm, self._requests = tm, requests
+        #: how many SGLang holds; None: any number
+        self._most: int | None = settings.get("max_loaded_loras")
+        self._limits = settings.get("max_lora_rank"), settings.get("lora_target_modules")
 
     async def load(self, name: str, path: str) -> None:
-        """Raises EngineError: SGLang refused it, and has nothing of it."""
+        """Raises CheckpointError: it needs more room than SGLang has; EngineError: SGLang refused it, and has nothing of it."""
+        await asyncio.to_thread(check_limits, path, *self._limits)
         known = self._tm.lora_registry
         loaded = known.get_all_adapters()
         if self._most is not None and len(loaded) >= self._most:

@@ -73,7 +73,7 @@ class EngineGeneration:
         pinned = [name for name, adapter in adapters.items() if adapter.pinned]
         self.adapters = AdapterSlots(settings.get("max_loras_per_batch") or 1, pinned)
         self.capabilities = capabilities
-        self._loads = AdapterLoads(tokenizer_manager, requests, settings.get("max_loaded_loras"))
+        self._loads = AdapterLoads(tokenizer_manager, requests, settings)
         self._deterministic = bool(settings.get("enable_deterministic_inference"))
         #: +1 when the engine runs larger priorities first, as the pool does; 0 when it knows none.
         self._priority_sign = -1 if settings.get("schedule_low_priority_values_first") else 1
