@@ -69,6 +69,9 @@ def test_adapters_are_loaded_replaced_while_they_generate_and_loaded_again_by_th
             new = await pool.generate(PROMPTS, adapter="f", max_new_tokens=40, **GREEDY)
             with pytest.raises(WeightsRefused, match="lora_A and lora_B are"):
                 await pool.load_adapter("g", tensors={**tensors, NARROW: tensors[NARROW][:, 1:]}, config=json.loads(config))
+            without = {name: tensor for name, tensor in tensors.items() if "q_proj" not in name}
+            with pytest.raises(WeightsRefused, match="k_proj: SGLang serves it only together with q_proj of that layer"):
+                await pool.load_adapter("g", tensors=without, config=json.loads(config))
             with pytest.raises(WeightsRefused, match="r is 16, but max_lora_rank of the group is 8"):
                 await pool.load_adapter("g", wide)
             outside = {**json.loads(config), "target_modules": [*TARGETS, "lm_head"]}

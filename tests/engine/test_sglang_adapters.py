@@ -219,15 +219,20 @@ def test_an_adapter_of_some_modules_is_served_exactly_or_refused_before_an_engin
         path = make_adapter(models.causal, tmp_path / f"no{number}", seed=number, rank=4, alpha=6.0, targets=targets)
         with pytest.raises(CheckpointError, match=r"layers\.[01]\.\w+\.\w+_proj: SGLang serves it only together with"):
             read_adapter(str(path), [str(tmp_path)], "adapter_roots", shapes)
+    with pytest.raises(EngineError, match=r"SGLang did not load it: Cannot find target module name for \S+v_proj"):
+        adapting.call("do", "load_adapter", "no", str(tmp_path / "no0"))
+    assert len(one(adapting, asked("one")).tokens) == 12
 
 
 def shapes_of(engine: HostedEngine) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in engine.call("do", "model_tensors").tensors}
 
 
-def test_an_adapter_that_is_not_there_is_named_at_the_start(models: Models, tmp_path: Path) -> None:
-    options = {"lora_paths": {"one": str(tmp_path / "nothing")}}
-    engine = HostedEngine(str(models.causal), operations=("generate",), options=options)
-    with pytest.raises(EngineDied, match="nothing"):
-        engine.wait_until_started()
-    engine.end()
+def test_an_adapter_that_is_not_there_or_has_no_place_is_named_at_the_start(models: Models, tmp_path: Path) -> None:
+    make_adapter(models.causal, tmp_path / "part", seed=1, rank=2, alpha=1.0, targets=("v_proj",))
+    for name, says in (("nothing", "nothing"), ("part", r"Cannot find target module name for \S+v_proj")):
+        options = {"lora_paths": {"one": str(tmp_path / name)}}
+        engine = HostedEngine(str(models.causal), operations=("generate",), options=options)
+        with pytest.raises(EngineDied, match=says):
+            engine.wait_until_started()
+        engine.end()

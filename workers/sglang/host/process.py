@@ -21,6 +21,7 @@ from enginepool.workers.sglang.generate.mixed import room_in
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
+from enginepool.workers.sglang.patches.adapter_layers import refuse_layers_without_room
 from enginepool.workers.sglang.patches.connectors import leave_signals_alone, wait_for_redis_no_longer
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
 from enginepool.workers.sglang.patches.packed_forwards import (
@@ -230,6 +231,8 @@ def run_scheduler(
     if settings.tp_size * settings.pp_size == 1:
         end_slow_searches(importlib.import_module(modules.BATCH))
     forget_grammars(_class(modules.GRAMMAR_BACKENDS, "BaseGrammarBackend"))
+    if settings.enable_lora or settings.lora_paths:
+        refuse_layers_without_room(_class(modules.ADAPTER_MANAGER, "LoRAManager"))
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)
     note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))

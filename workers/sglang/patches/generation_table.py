@@ -1,6 +1,7 @@
 """The part of `table.py` that is about generation."""
 
 from enginepool.workers.sglang.patches.modules import (
+    ADAPTER_MANAGER,
     ADAPTERS,
     BATCH,
     CAPTURER,
@@ -34,6 +35,16 @@ OF_GENERATION: tuple[Private, ...] = (
         ("TokenizerManager.load_lora_adapter unload_lora_adapter", "called", "adapters, while it serves", "self, obj, _"),
     ),
     *_private("generate/adapter_loads.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "how many there are", "self")),
+    *_private(
+        "patches/adapter_layers.py", ADAPTER_MANAGER,
+        (
+            "LoRAManager.init_state", "replaced", "adapters of the start whose layers have no place",
+            "self, max_lora_rank, target_modules, lora_paths",
+        ),
+        ("LoRAManager.load_lora_weights", "replaced", "adapters whose layers have no place", "self, lora_ref"),
+        ("LoRAManager.loras target_modules memory_pool", "read", "which layers have a place"),
+        ("get_target_module_name", "called", "which layers have a place", "full_module_name, target_modules"),
+    ),
     *_private(
         "generate/adapter_loads.py", REQUESTS,
         ("LoadLoRAAdapterReqInput", "called", "adapters, while it serves"),
