@@ -100,6 +100,11 @@ def test_version_is_the_packages() -> None:
     assert call("--version") == (0, f"enginepool {__version__}\n", "")
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "enginepool", "--version"], capture_output=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout.decode()) == (0, f"enginepool {__version__}\n")
+
+
 def test_shell_completion_knows_the_commands() -> None:
     asked = {**os.environ, "_ENGINEPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "enginepool t", "COMP_CWORD": "1"}
     code = "from enginepool.cli.main import app; app(prog_name='enginepool')"
