@@ -17,6 +17,8 @@ MAX_SEQUENCES = 4096
 MAX_NEW_TOKENS = 1 << 20
 #: Stop strings, stop ids, or biases of one request; characters of a stop string or a pattern; bytes of a grammar.
 MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
+#: Stop patterns of one request: as many as SGLang takes.
+MAX_STOP_REGEX = 32
 #: Characters of all stop strings, patterns and grammars of one request together.
 MAX_SAMPLING_TEXT = 65_536
 #: Ids of `allowed_token_ids`, or of `disallowed_token_ids`.
@@ -32,7 +34,7 @@ MAX_TOP_LOGPROBS = 20
 #: Why a sequence ended: a stop token, string or pattern; as long as was asked for; or it could not be continued.
 Ended = Literal["stop", "length", "interrupted"]
 
-_Texts = Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_STOP)]], msgspec.Meta(max_length=MAX_STOPS)]
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_STOP)]
 _Grammar = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] | None
 _Mask = Annotated[list[int], msgspec.Meta(max_length=MAX_MASK)] | None
 
@@ -71,9 +73,9 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: _Texts = []
+    stop: Annotated[list[_Text], msgspec.Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOPS)] = []
-    stop_regex: _Texts = []
+    stop_regex: Annotated[list[_Text], msgspec.Meta(max_length=MAX_STOP_REGEX)] = []
     ignore_eos: bool = False
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_STOPS)] = {}
     sampling_seed: int | None = None

@@ -125,7 +125,7 @@ def test_a_worker_whose_context_has_no_room_in_an_answer_is_refused() -> None:
     "sampling",
     [
         {"stop": ["𐍈" * 1000] * 65},
-        {"stop_regex": ["a"] * 256},
+        {"stop_regex": ["a"] * 32},
         {"json_schema": "𐍈" * 65_000},
         {"logit_bias": {str(token): 1.0 for token in range(256)}},
         {"allowed_token_ids": [2**31 - 1] * 4096},

@@ -471,6 +471,7 @@ def _parameters() -> list[Invalid]:
         _sampling("temperature-text", "temperature is a number", "temperature", "header", temperature="1"),
         _refused("sampling-unknown", "no such name", "bad_request", "sampling", stage="header", sampling={"temprature": 1.0}),
         _sampling("temperature-negative", "less than none", "temperature", temperature=-1.0),
+        _sampling("stop-regex-many", "33 patterns", "stop_regex", "header", stop_regex=["a"] * 33),
         _sampling("top-k-zero", "none of the tokens", "top_k", top_k=0),
         _sampling("no-tokens", "nothing to generate", "max_new_tokens", max_new_tokens=0),
         _sampling("two-grammars", "one at most", "ebnf", regex="a", ebnf="b"),
