@@ -12,7 +12,7 @@ import msgspec
 from enginepool.protocol.choices import choices
 from enginepool.protocol.errors import WireError, brief
 from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, GenerationProgress, Message, Tokens
-from enginepool.protocol.nesting import TooManyValues, deeper
+from enginepool.protocol.nesting import TooManyValues, Values, deeper
 
 Buffer = bytes | memoryview
 
@@ -74,8 +74,8 @@ def _shortened(value: Any, most: int, name: str = "") -> Any:
     return value
 
 
-def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values: int = MAX_HEADER_BYTES) -> Any:
-    """The message in frame 0, with at most so many `values`.
+def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values: Values | None = None) -> Any:
+    """The message in frame 0, with at most so many `values`; without a bound if there is none.
 
     Raises:
         WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map, are nested over
@@ -89,6 +89,8 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values
             field="frame 0",
             limit=str(MAX_HEADER_BYTES),
         )
+    values = values or Values(MAX_HEADER_BYTES)
+    most = values.left
     try:
         message = decoder.decode(frame)
         if type(message) in _FLAT and frame == _encoder.encode(message):
@@ -100,8 +102,8 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values
     except RecursionError:
         raise _nested() from None
     except TooManyValues:
-        text = f"frame 0 has more than {values} values in its maps and arrays"
-        raise WireError("malformed", text, field="frame 0", limit=str(values)) from None
+        text = f"frame 0 has more than {most} values in its maps and arrays"
+        raise WireError("malformed", text, field="frame 0", limit=str(most)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError("malformed", f"frame 0 is not msgpack: {error}", field="frame 0") from None
     if nested:

@@ -36,24 +36,33 @@ class TooManyValues(Exception):
     """A header holds more values than its receiver looks at."""
 
 
-def deeper(header: Buffer, levels: int, values: int) -> bool:
+class Values:
+    """How many values of one header a receiver still looks at, and how many steps of Python it took for those before: one for
+    each value and for each field. They are counted also where the header is refused."""
+
+    __slots__ = ("left", "steps")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.steps = 0
+
+
+def deeper(header: Buffer, levels: int, values: Values) -> bool:
     """Whether containers in `header`, a whole msgpack map with keys of text, lie in each other for more than `levels`; the map
-    itself is the first. Raises TooManyValues where more than `values` would have to be looked at."""
+    itself is the first. Raises TooManyValues where more than `values.left` would have to be looked at."""
     if _openings(header) <= levels:
         return False
-    if (count := _count(header)) > values:
+    if (count := _count(header)) > values.left:
         raise TooManyValues
+    values.steps += count
     fields = _fields.decode(header)
     if len(fields) < count:
         # A key stands there twice: only its last value is among the fields.
-        return _deeper(header, levels, values) is None
+        return _deeper(header, levels, values)
     for name, raw in fields.items():
         value = bytes(raw)
-        if name not in _FLAT and _openings(value) >= levels:
-            left = _deeper(value, levels - 1, values)
-            if left is None:
-                return True
-            values = left
+        if name not in _FLAT and _openings(value) >= levels and _deeper(value, levels - 1, values):
+            return True
     return False
 
 
@@ -70,34 +79,38 @@ def _count(header: Buffer) -> int:
     return int.from_bytes(header[1 : 3 if first == 0xDE else 5], "big")
 
 
-def _deeper(value: Buffer, levels: int, values: int) -> int | None:
-    """None if it is nested deeper than `levels`, otherwise the rest of `values`."""
-    at, left = 0, 1
+def _deeper(value: Buffer, levels: int, values: Values) -> bool:
+    """Whether it is nested deeper than `levels`."""
+    at, left, unseen = 0, 1, values.left
     #: values that are still to come in each container around
     around: list[int] = []
-    while True:
-        while not left:
-            if not around:
-                return values
-            left = around.pop()
-        left -= 1
-        values -= 1
-        if values < 0:
-            raise TooManyValues
-        first = value[at]
-        if size := _SIZES[first]:
-            at += size
-        elif first in _LENGTH_BYTES:
-            length = _LENGTH_BYTES[first]
-            at += 1 + length + int.from_bytes(value[at + 1 : at + 1 + length], "big") + (0xC7 <= first <= 0xC9)
-        else:
-            around.append(left)
-            if len(around) > levels:
-                return None
-            if first < 0xA0:
-                left, at = first & 0x0F, at + 1
+    try:
+        while True:
+            while not left:
+                if not around:
+                    return False
+                left = around.pop()
+            left -= 1
+            unseen -= 1
+            if unseen < 0:
+                raise TooManyValues
+            first = value[at]
+            if size := _SIZES[first]:
+                at += size
+            elif first in _LENGTH_BYTES:
+                length = _LENGTH_BYTES[first]
+                at += 1 + length + int.from_bytes(value[at + 1 : at + 1 + length], "big") + (0xC7 <= first <= 0xC9)
             else:
-                length = 2 if first in (0xDC, 0xDE) else 4
-                left, at = int.from_bytes(value[at + 1 : at + 1 + length], "big"), at + 1 + length
-            if first < 0x90 or first in (0xDE, 0xDF):
-                left *= 2
+                around.append(left)
+                if len(around) > levels:
+                    return True
+                if first < 0xA0:
+                    left, at = first & 0x0F, at + 1
+                else:
+                    length = 2 if first in (0xDC, 0xDE) else 4
+                    left, at = int.from_bytes(value[at + 1 : at + 1 + length], "big"), at + 1 + length
+                if first < 0x90 or first in (0xDE, 0xDF):
+                    left *= 2
+    finally:
+        values.steps += values.left - unseen
+        values.left = unseen

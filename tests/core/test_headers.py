@@ -1,6 +1,7 @@
 """Headers stay under the limit of frame 0, for all labels, rows and errors of a batch."""
 
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -8,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginepool.coordinator.scheduling.batch_limits import header_bytes
+from enginepool.coordinator.shell.incoming import Incoming
+from enginepool.coordinator.shell.peers import SAME_USER
+from enginepool.coordinator.shell.process_memory import CollectorPauses
+from enginepool.coordinator.shell.router import ROUND_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import (
     MAX_HEADER_BYTES,
     MAX_LABELS,
+    MAX_VALUES,
     Batch,
     Capabilities,
     Done,
@@ -75,6 +81,22 @@ def test_a_header_with_an_unknown_key_that_is_no_text_is_malformed() -> None:
     with pytest.raises(WireError) as caught:
         decode_header(msgspec.msgpack.Decoder(Ping), header)
     assert caught.value.code == "malformed"
+
+
+def test_a_header_of_which_the_depth_takes_long_to_find_takes_a_round_of_the_sockets_for_itself() -> None:
+    """Any peer may send it, also before its hello; others wait for the end of each round."""
+    router: Any = Mock(unread=0, unread_of=Mock(return_value=0), peer=Mock(return_value=SAME_USER))
+    incoming = Incoming(Pool().machine, router, router, 1 << 20, CollectorPauses())
+
+    def counted(values: int) -> int:
+        header: dict[str, Any] = {"type": "status", "id": 1, "later": [[]] * values}
+        return incoming.from_client(b"link", [msgspec.msgpack.encode(header)], Mock())
+
+    assert counted(MAX_VALUES - 1) >= ROUND_BYTES
+    assert counted(MAX_VALUES) >= ROUND_BYTES, "it has too many values"
+    assert counted(400) < ROUND_BYTES / 64, "many that are shorter share a round"
+    assert counted(20) == 0
+    assert len(incoming.events) == 3 and router.send.call_count == 1
 
 
 @pytest.mark.parametrize("message", ["x" * 100_000, "\N{SNOWMAN}" * 600])

@@ -11,7 +11,7 @@ import pytest
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header
-from enginepool.protocol.nesting import deeper
+from enginepool.protocol.nesting import Values, deeper
 from tests.core.counting import cost_of
 
 DECODER = msgspec.msgpack.Decoder(m.FromClient)
@@ -51,7 +51,7 @@ def test_depth_is_found_exactly() -> None:
         header = {f"{i}": value(chance, chance.randrange(9)) for i in range(chance.randrange(20))}
         levels = chance.randint(1, 8)
         is_deeper = depth(header) > levels
-        assert deeper(msgspec.msgpack.encode(header), levels, 1 << 20) == is_deeper, seed
+        assert deeper(msgspec.msgpack.encode(header), levels, Values(1 << 20)) == is_deeper, seed
         found[is_deeper] += 1
     assert min(found) > 100, found
 
@@ -85,8 +85,8 @@ def test_a_value_is_seen_although_its_key_comes_again() -> None:
 def test_extensions_are_passed_over() -> None:
     for data in (b"", b"\x91", b"\x91" * 16, b"\x91" * 40, b"\x91" * 300, b"\x91" * 70_000):
         value = msgspec.msgpack.encode({"a": msgspec.msgpack.Ext(5, data), "b": [[1]]})
-        assert not deeper(value, 3, 1 << 20)
-        assert deeper(value, 2, 1 << 20)
+        assert not deeper(value, 3, Values(1 << 20))
+        assert deeper(value, 2, Values(1 << 20))
 
 
 def test_a_request_with_many_labels_is_not_read_value_by_value() -> None:
@@ -134,22 +134,41 @@ UNKNOWN: list[Mapping[str, Any]] = [
     ids=["empty arrays", "integers", "integers next to arrays", "integers like arrays", "fields", "empty fields"],
 )
 def test_a_header_of_a_client_is_not_read_value_by_value_without_end(unknown: Mapping[str, Any]) -> None:
-    """In any message, under keys that the receiver does not know."""
+    """In any message, under keys that the receiver does not know. And what it costs is counted, also where it is refused."""
     header = msgspec.msgpack.encode({"type": "ping", "at": 1, **unknown})
     assert len(header) <= m.MAX_HEADER_BYTES
+    values = Values(m.MAX_VALUES)
 
     def read() -> None:
         with suppress(WireError):
-            decode_header(DECODER, header, m.MAX_VALUES)
+            decode_header(DECODER, header, values)
 
-    assert cost_of(read).steps < 100 * m.MAX_VALUES
+    steps = cost_of(read).steps
+    assert steps < 100 * m.MAX_VALUES and steps < 1000 + 100 * values.steps
+
+
+def test_the_steps_to_find_a_depth_are_its_fields_and_values() -> None:
+    def steps(**later: Any) -> int:
+        values = Values(m.MAX_VALUES)
+        with suppress(WireError):
+            decode_header(DECODER, msgspec.msgpack.encode({"type": "cancel", "id": 1, **later}), values)
+        return values.steps
+
+    assert steps(later=[[]] * (m.MAX_NESTING - 2)) == 0, "too few to be nested deeper"
+    assert steps(later=[[]] * 1000) == 3 + 1001
+    assert steps(later=[[]] * 1000, more=[1] * 1000) == 4 + 1001, "a field with few arrays is passed over"
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    assert steps(later=deep) == 3 + m.MAX_NESTING, "it ends where the header is too deep"
+    assert steps(later=[[]] * m.MAX_VALUES) == 3 + m.MAX_VALUES + 1
 
 
 def test_a_header_with_too_many_values_is_malformed_and_one_with_as_many_is_read() -> None:
     def header(count: int) -> bytes:
         return msgspec.msgpack.encode({"type": "cancel", "id": 1, "later": [[]] * count})
 
-    assert decode_header(DECODER, header(m.MAX_VALUES - 1), m.MAX_VALUES) == m.Cancel(1)
+    assert decode_header(DECODER, header(m.MAX_VALUES - 1), Values(m.MAX_VALUES)) == m.Cancel(1)
     with pytest.raises(WireError, match="values") as caught:
-        decode_header(DECODER, header(m.MAX_VALUES), m.MAX_VALUES)
+        decode_header(DECODER, header(m.MAX_VALUES), Values(m.MAX_VALUES))
     assert (caught.value.code, caught.value.field, caught.value.limit) == ("malformed", "frame 0", str(m.MAX_VALUES))

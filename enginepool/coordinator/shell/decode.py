@@ -33,6 +33,7 @@ from enginepool.protocol.generated import (
     read_hidden,
     read_prompt_columns,
 )
+from enginepool.protocol.nesting import Values
 from enginepool.protocol.roles import FROM_CLIENT
 
 #: ranks of one worker; their sum over all members is sent to each
@@ -61,8 +62,10 @@ def client_event(
     max_bytes: int,
     peer: Peer = SAME_USER,
     pid: Callable[[], int | None] = lambda: None,
+    values: Values | None = None,
 ) -> ev.Event:
     """The event that a client's message is, if `peer` may send it. `pid`: of the peer's process, where the transport tells it.
+    `values`: how many its header may have; MAX_VALUES if it is left out.
 
     Raises:
         WireError: the message is refused; its text is for the client.
@@ -70,7 +73,7 @@ def client_event(
     size = sum(map(len, frames))
     if size > max_bytes:
         raise WireError("too_large", f"the message has {size} bytes; at most {max_bytes}", field="frames", limit=str(max_bytes))
-    message: m.Message = decode_header(_from_client, frames[0], m.MAX_VALUES)
+    message: m.Message = decode_header(_from_client, frames[0], values or Values(m.MAX_VALUES))
     make = _CLIENT.get(type(message))
     if make is None:
         raise WireError("unsupported", f"type: {type(message).__name__.lower()} is not for a coordinator", field="type")

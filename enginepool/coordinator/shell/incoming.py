@@ -12,15 +12,18 @@ from enginepool.coordinator.shell.connections import pid_of
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.coordinator.shell.log import log
 from enginepool.coordinator.shell.process_memory import CollectorPauses
-from enginepool.coordinator.shell.router import LOST, Frame, Router
+from enginepool.coordinator.shell.router import LOST, ROUND_BYTES, Frame, Router
 from enginepool.protocol.basis import ELEMENT_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import ErrorReply
+from enginepool.protocol.messages import MAX_VALUES, ErrorReply
+from enginepool.protocol.nesting import Values
 
 #: Bytes that a sequence of a request to generate counts in its round. 100 bytes can ask for 4,096 sequences, and each of these
 #: is as much work as so many bytes of other messages.
 SEQUENCE_WORK = 256
+#: Bytes that each step counts in the round that it took to find how deep a header is nested. MAX_VALUES of them end the round.
+STEP_WORK = ROUND_BYTES // MAX_VALUES
 
 
 def _asked_for(work: GenerateWork) -> int:
@@ -44,14 +47,19 @@ class Incoming:
         self.events: list[ev.Event] = []
 
     def from_client(self, link: Link, frames: list[bytes], frame: Frame) -> int:
-        """Take in one message. Returns what it counts in its round besides its bytes."""
+        """Take in one message. Returns what it counts in its round besides its bytes, also where it is refused."""
+        values = Values(MAX_VALUES)
+        return self._take(link, frames, frame, values) + STEP_WORK * values.steps
+
+    def _take(self, link: Link, frames: list[bytes], frame: Frame, values: Values) -> int:
+        """Returns what it counts besides its bytes and its `values`."""
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
             if frames[-1] is LOST:
                 raise MemoryError
             peer = self._clients.peer(frame)
-            event = client_event(time.monotonic(), link, frames, self._max_bytes, peer, lambda: pid_of(frame))
+            event = client_event(time.monotonic(), link, frames, self._max_bytes, peer, lambda: pid_of(frame), values)
         except WireError as error:
             self._clients.send(link, [encode_header(refusal(frames[0] if frames else b"", error))])
             if error.code == "unauthorized":
