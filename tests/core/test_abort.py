@@ -3,13 +3,14 @@
 import asyncio
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from enginepool.cli.status import tables
 from enginepool.client.control import ControlCalls
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.status import report
+from enginepool.coordinator.core import status as reports
 from enginepool.coordinator.fleet.fan_out import OPEN
 from enginepool.protocol.messages import ErrorReply, StatusReport
 from enginepool.protocol.messages.control import Control, ControlReport
@@ -29,7 +30,7 @@ def aborted(sent: list[Sent]) -> int:
 
 
 def status(pool: Pool) -> StatusReport:
-    return report(pool.machine.core, ev.StatusAsked(pool.now, b"", 0))
+    return reports.report(pool.machine.core, ev.StatusAsked(pool.now, b"", 0))
 
 
 def two_clients() -> tuple[GeneratingPool, bytes, bytes]:
@@ -146,3 +147,21 @@ def test_the_status_lists_the_busiest_clients_with_their_oldest_requests() -> No
     for number in range(40):
         pool.submit(pool.client(client=b"%016d" % number), 1, generate(3))
     assert len(status(pool).busiest) == 32
+
+
+def test_the_busiest_clients_are_found_once_for_all_who_ask_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question has a few bytes, and the coordinator may remember thousands of clients."""
+    pool, mine, other = two_clients()
+    found = Mock(wraps=reports._busiest)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(reports, "_busiest", found)
+
+    def asked(*links: bytes) -> list[list[tuple[str, int]]]:
+        sent = of_type(pool.do(*[ev.StatusAsked(0, link, 1) for link in links]), StatusReport)
+        return [[(one.id, one.requests) for one in report.busiest] for report in sent]
+
+    first = (ME.hex()[:8], 3), (OTHER[::-1].hex()[:8], 2)
+    assert asked(mine, other, *[b"x%d" % i for i in range(62)]) == [[*first]] * 64
+    assert found.call_count == 1
+    abort(pool, client=ME.hex())
+    assert asked(b"x", b"y") == [[first[1]]] * 2, "each turn finds them again"
+    assert found.call_count == 2

@@ -16,7 +16,7 @@ from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.weights.update import Update
-from enginepool.protocol.messages import MAX_HEADER_BYTES, ErrorReply, TaskId
+from enginepool.protocol.messages import MAX_HEADER_BYTES, ClientStatus, ErrorReply, TaskId
 
 #: what the parts of a batch may add to its header
 HEADER_BYTES = MAX_HEADER_BYTES - 1024
@@ -82,9 +82,9 @@ class Context:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "again", "answers", "clients", "config", "counter", "deadlines", "delayed", "dispatch_at", "draining", "effects",
-        "epoch", "event", "full", "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows",
-        "now", "outboxes", "raises", "secondary", "seq", "started", "updates", "woken", "worker_links",
+        "again", "answers", "busiest", "clients", "config", "counter", "deadlines", "delayed", "dispatch_at", "draining",
+        "effects", "epoch", "event", "full", "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes",
+        "live_rows", "now", "outboxes", "raises", "secondary", "seq", "started", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -98,6 +98,8 @@ class Context:
         self.event: Event | None = None
         #: of the events in hand
         self.effects: list[Effect] = []
+        #: the busiest clients, as a report on the events in hand lists them; None: there was no report
+        self.busiest: list[ClientStatus] | None = None
         self.groups: dict[str, Group] = {}
         #: streams that their clients sent again in this turn
         self.again: dict[Request, None] = {}

@@ -135,6 +135,7 @@ class Machine:
         """
         core = self.core
         effects = core.effects = []
+        core.busiest = None
         on, unsent = self._on, self.requests.unsent
         for event in events:
             if type(event) is not ev.TokensGenerated:

@@ -18,9 +18,9 @@ from enginepool.coordinator.operations.limits import limits_of
 from enginepool.protocol.errors import brief
 from enginepool.protocol.messages import AdapterStatus, ClientStatus, GroupStatus, StatusReport, WorkerStatus
 
-#: states of workers that get no work before they have what is committed
 #: clients that are listed
 _LISTED = 32
+#: states of workers that get no work before they have what is committed
 _WAITING = frozenset({WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS, WorkerState.MISSING_ADAPTERS})
 
 
@@ -38,16 +38,28 @@ def report(core: Context, asked: StatusAsked) -> StatusReport:
         pauses=asked.pauses,
         draining=core.draining,
         groups=[_group(core, group) for group in core.groups.values()],
-        busiest=_busiest(core),
+        busiest=_busiest_in_turn(core),
     )
+
+
+def _busiest_in_turn(core: Context) -> list[ClientStatus]:
+    """The busiest clients, as they were at the first report of the events that came together: any peer may ask for the status
+    in a few bytes, and many times in one turn."""
+    if core.busiest is None:
+        core.busiest = _busiest(core)
+    return core.busiest
 
 
 def _busiest(core: Context) -> list[ClientStatus]:
     """The clients with the most requests, which are in the order in which they were asked for."""
+    # Thousands of clients without requests may be remembered.
+    busy = [client for client in core.clients.values() if client.live]
+    if not busy:
+        return []
+    clients = nlargest(_LISTED, busy, key=lambda client: len(client.live))
     # Clients choose their ids, and two may begin alike. The rest of an id is not shown: a peer that knows it could say hello
     # with it while the coordinator has forgotten the client.
     begins = Counter(id_[:4] for id_ in core.clients)
-    clients = nlargest(_LISTED, core.clients.values(), key=lambda client: len(client.live))
     return [
         ClientStatus(
             client.id.hex()[:8] + (f"-{client.number}" if begins[client.id[:4]] > 1 else ""),
