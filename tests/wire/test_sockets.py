@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import zmq
 
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, Router
-from enginepool.coordinator.shell.sockets import Sockets
+from enginepool.coordinator.shell.sockets import ROUNDS, Sockets
 
 PATIENCE_S = 60.0
 #: bytes that a peer may leave unread
@@ -231,6 +232,27 @@ def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: as
         assert not bench.cut
 
     bench.play(scene)
+
+
+@pytest.mark.parametrize(("full", "rounds"), [(True, ROUNDS), (False, 1)])
+def test_workers_are_asked_after_each_full_round_of_clients(full: bool, rounds: int) -> None:
+    """It may have taken long, and the loop had no turn since."""
+    clients, workers = Mock(sent=False), Mock(sent=False)
+    asked: list[str] = []
+
+    def from_clients(take: Mock) -> int:
+        asked.append("clients")
+        clients.unsure = full
+        return 1
+
+    def from_workers(take: Mock) -> int:
+        asked.append("workers")
+        workers.unsure = False
+        return 0
+
+    clients.receive, workers.receive = from_clients, from_workers
+    Sockets(Mock(), clients, workers, lambda: False).listen(Mock(), Mock(), lambda: None)
+    assert asked == ["clients", "workers"] * rounds
 
 
 def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: asyncio.AbstractEventLoop) -> None:

@@ -63,7 +63,8 @@ class Sockets:
         for _ in range(ROUNDS):
             # Asking costs 1.1 µs: a socket that nothing was sent on is left to the loop.
             count = clients.receive(self._take_client) if clients.unsure else 0
-            if workers.unsure:
+            # After a full round of clients, which may have taken long, workers may have answered.
+            if workers.unsure or clients.unsure:
                 count += workers.receive(self._take_worker)
             if not count and not self._stay_awake():
                 break
