@@ -135,6 +135,25 @@ def test_a_prompt_that_waits_for_its_prefill_is_taken_back_without_asking_sglang
     asyncio.run(scene())
 
 
+class NaNEngine(AskedEngine):
+    """Gives a log-probability of NaN, and says of the sequence that it was aborted."""
+
+    def ask(
+        self, task: GenerationTask, prompt: list[int], given: Sequence[TaskMedium], sequence: int, rid: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        self.messages.takers[rid]([7], [float("nan")], None, 0, None, 0)
+        return self._answers()
+
+    async def _answers(self) -> AsyncIterator[dict[str, Any]]:
+        yield {"meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
+
+
+def test_a_sequence_that_was_aborted_for_its_answer_says_what_was_wrong_with_that() -> None:
+    task = GenerationTask(np.zeros(4, np.int32), Sampling(max_new_tokens=4), logprobs=True)
+    with pytest.raises(EngineError, match=r"^logprobs: NaN; "):
+        asyncio.run(Sequences(NaNEngine(100), task, lambda _: None).run())
+
+
 def test_an_order_without_priorities_turns_them_off() -> None:
     assert kwargs_of(options={"schedule_policy": "lpm"})["enable_priority_scheduling"] is False
     assert kwargs_of(options={"enable_priority_scheduling": False})["enable_priority_scheduling"] is False

@@ -397,6 +397,41 @@ def test_after_new_weights_tokens_are_those_of_the_new_ones_and_nothing_of_the_o
 
 
 @pytest.mark.every_version
+def test_nan_ends_its_sequence_however_that_is_sampled_and_the_others_go_on(
+    generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
+) -> None:
+    subject = Subject(generating, models.causal, tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in subject.own.items()}
+    tensors["model.embed_tokens.weight"][300] = float("nan")
+    wrong = Given(tmp_path, tensors)
+    subject.load_weights(wrong.weights, 1, wrong.digest)
+    sampled: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 5},
+    ]
+    masked: list[dict[str, Any]] = [{"allowed_token_ids": [5, 6]}, *([] if OLDEST else [{"regex": "[a-z]+"}])]
+    # The second prompt is fine until its first token, 300, is computed.
+    later: list[dict[str, Any]] = [how | {"logit_bias": {"300": 1e6}} for how in sampled]
+    broken = [
+        task(prompt, logprobs=logprobs, **how)
+        for logprobs in (False, True)
+        for prompt, ways in (([5, 300], [*sampled, *masked]), ([8, 9], later))
+        for how in ways
+    ]
+    whole = [task([*prompt, 7], logprobs=True, ignore_eos=True) for prompt in PROMPTS[1:]]
+    found = generating.call("generate", (*broken, *whole))
+    for asked, error in zip(broken, found, strict=False):
+        assert isinstance(error, EngineError) and str(error).startswith("the engine computed NaN; "), (asked, error)
+    for asked, emitted in zip(whole, found[len(broken) :], strict=True):
+        assert_greedy(reference, asked.prompt.tolist(), Continued(emitted))
+    own = Given(tmp_path, subject.own)
+    subject.load_weights(own.weights, 2, own.digest)
+    assert_greedy(reference, PROMPTS[0], one(generating, task(logprobs=True)))
+
+
+@pytest.mark.every_version
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(
     generating: HostedEngine, reference: Reference, mode: str
@@ -551,6 +586,7 @@ def test_all_of_that_holds_where_forwards_overlap(models: Models, reference: Ref
         engine = HostedEngine(str(models.causal), operations=("generate",), options=options).wait_until_started()
         test_greedy_tokens_under_a_mask_are_the_likeliest_of_those_that_it_allows(engine, reference)
         test_a_temperature_follows_its_schedule_by_the_position_in_the_output(engine, reference)
+        test_nan_ends_its_sequence_however_that_is_sampled_and_the_others_go_on(engine, reference, models, tmp_path)
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "in_place")
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "retract")
         for mode in ("in_place", "retract"):

@@ -227,7 +227,8 @@ class Sequences:
             media = await plain(self._task.media)
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
-                    _ending(answer["meta_info"]["finish_reason"])
+                    if sequence not in self._failed:  # else it was aborted for that
+                        _ending(answer["meta_info"]["finish_reason"])
         except EngineError:
             raise
         except Exception as error:

@@ -24,6 +24,7 @@ from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.adapter_layers import refuse_layers_without_room
 from enginepool.workers.sglang.patches.connectors import leave_signals_alone, wait_for_redis_no_longer
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
+from enginepool.workers.sglang.patches.not_finite import accept_no_marked_token, mark_logits_that_are_not_finite
 from enginepool.workers.sglang.patches.packed_forwards import (
     attend_as_each_forward_says,
     keep_kinds_apart,
@@ -214,6 +215,7 @@ def run_scheduler(
     gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
     free_rows_together(_class(modules.PREFILL_RESULTS, "SchedulerBatchResultProcessor"))
     gather_logits_by_nccl(sequences)
+    _end_sequences_with_nan()
     answer_before_the_next_launch(scheduler)
     if rows is not None:
         batch, adder = _class(modules.BATCH, "ScheduleBatch"), _class(modules.POLICY, "PrefillAdder")
@@ -252,6 +254,12 @@ def run_scheduler(
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))
     _collect_garbage()
     return run(settings, answer_at_once(ports), *args, **kwargs)
+
+
+def _end_sequences_with_nan() -> None:
+    runner, sampler = _class(modules.RUNNER, "ModelRunner"), _class(modules.SAMPLER, "Sampler")
+    mark_logits_that_are_not_finite(runner, sampler, _class(modules.RELAY, "FutureMap"))
+    accept_no_marked_token(_class(modules.BATCH, "Req"))
 
 
 def _change_weights() -> None:
