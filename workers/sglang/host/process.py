@@ -215,7 +215,7 @@ def run_scheduler(
     gather_labels_without_waiting(_class(modules.LOGPROBS, "OutputLogprobProcessor"), sequences)
     free_rows_together(_class(modules.PREFILL_RESULTS, "SchedulerBatchResultProcessor"))
     gather_logits_by_nccl(sequences)
-    _end_sequences_with_nan()
+    _bound_requests(settings)
     answer_before_the_next_launch(scheduler)
     if rows is not None:
         batch, adder = _class(modules.BATCH, "ScheduleBatch"), _class(modules.POLICY, "PrefillAdder")
@@ -230,11 +230,6 @@ def run_scheduler(
     profiler = _class(modules.PROFILER, "SchedulerProfilerManager")
     end_no_engine_for_a_trace(profiler, _class(modules.REQUESTS, "ProfileReqOutput"))
     note_scheduler(scheduler)
-    if settings.tp_size * settings.pp_size == 1:
-        end_slow_searches(importlib.import_module(modules.BATCH))
-    forget_grammars(_class(modules.GRAMMAR_BACKENDS, "BaseGrammarBackend"))
-    if settings.enable_lora or settings.lora_paths:
-        refuse_layers_without_room(_class(modules.ADAPTER_MANAGER, "LoRAManager"))
     finish_the_step_before_a_pause(scheduler)
     separate_prefixes(scheduler)
     note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))
@@ -256,7 +251,13 @@ def run_scheduler(
     return run(settings, answer_at_once(ports), *args, **kwargs)
 
 
-def _end_sequences_with_nan() -> None:
+def _bound_requests(settings: Any) -> None:
+    """What one request, or one adapter, would do to all the others."""
+    if settings.tp_size * settings.pp_size == 1:
+        end_slow_searches(importlib.import_module(modules.BATCH))
+    forget_grammars(_class(modules.GRAMMAR_BACKENDS, "BaseGrammarBackend"))
+    if settings.enable_lora or settings.lora_paths:
+        refuse_layers_without_room(_class(modules.ADAPTER_MANAGER, "LoRAManager"))
     runner, sampler = _class(modules.RUNNER, "ModelRunner"), _class(modules.SAMPLER, "Sampler")
     mark_logits_that_are_not_finite(runner, sampler, _class(modules.RELAY, "FutureMap"))
     accept_no_marked_token(_class(modules.BATCH, "Req"))
