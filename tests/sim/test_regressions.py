@@ -73,6 +73,12 @@ GENERATIONS = [
         ("updates", "restarts", "faulty"),
         "an operator restarted a worker while it started on a new checkpoint, and the update was given up for it",
     ),
+    (
+        939018,
+        4,
+        ("updates", "paced", "faulty"),
+        "an operator restarted a worker in an update that had a new link and was not ready on it: the update was given up",
+    ),
     (2414, 7, ("sleeping",), "a pause was confirmed although another one had failed, and let the group go on"),
     (1266, 3, ("updates", "sleeping"), "a group was called paused while a worker of an earlier coordinator might work"),
     (1664, 1, ("sleeping",), "the simulator took a request that was sent again with a whole sequence for one that had begun"),

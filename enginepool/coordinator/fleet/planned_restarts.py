@@ -60,12 +60,17 @@ class PlannedRestarts:
         worker = slot.worker
         if slot.state in (SlotState.BACKOFF, SlotState.RETIRED):
             self._revive(slot)
-        elif slot.state is SlotState.UP and (slot.on_uncommitted or (worker is not None and worker.stage == "ready")):
+        elif slot.state is SlotState.UP and ((worker is not None and worker.stage == "ready") or self._in_update(slot)):
             slot.planned_restart = "draining"
             slot.due = self.core.now + self.core.config.timing.drain_s
             self._drain(slot)
         else:
             self._end(slot)
+
+    def _in_update(self, slot: WorkerSlot) -> bool:
+        """Whether its worker is one of an open transaction, or starts on the weights of it."""
+        update, worker = self.core.update_of(slot.group), slot.worker
+        return slot.on_uncommitted or (update is not None and worker is not None and worker.incarnation in update.members)
 
     def watch(self) -> None:
         """Advance the restarts of workers that finish their work."""
