@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ class PatternSearch:
     def __init__(self) -> None:
         #: when the search that runs has to end, on the clock of this thread: it stands still while other programs run
         self._end: float | None = None
-        self._slow: OrderedDict[str, None] = OrderedDict()
+        self._slow: OrderedDict[Hashable, None] = OrderedDict()
         signal.signal(signal.SIGALRM, self._look)
 
     def __call__(self, pattern: str, text: str) -> re.Match[str] | None:
@@ -45,17 +45,20 @@ class PatternSearch:
         try:
             return re.search(pattern, text)
         except SlowPattern:
-            self.remember([pattern])
+            self.remember(pattern)
             raise
         finally:
             self._end = None
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def remember(self, patterns: Iterable[str]) -> None:
-        """Search for none of these again."""
-        self._slow.update(dict.fromkeys(patterns))
-        while len(self._slow) > MOST_SLOW:
+    def remember(self, slow: Hashable) -> None:
+        """Search no more for this pattern, or for these patterns together: others may have some of them."""
+        self._slow[slow] = None
+        if len(self._slow) > MOST_SLOW:
             self._slow.popitem(last=False)
+
+    def remembers(self, slow: Hashable) -> bool:
+        return slow in self._slow
 
     def _look(self, *_: object) -> None:
         if self._end is not None and time.thread_time() >= self._end:
@@ -73,15 +76,17 @@ def end_slow_searches(batch: Any) -> None:
     check = batch.Req._check_str_based_finish
 
     def _check_str_based_finish(self: Any, *args: Any, **kwargs: Any) -> bool:
-        if not self.sampling_params.stop_regex_strs:
+        patterns = tuple(self.sampling_params.stop_regex_strs)
+        if not patterns:
             return check(self, *args, **kwargs)
         began = time.thread_time()
         try:
-            found = check(self, *args, **kwargs)
-            self._searched = getattr(self, "_searched", 0.0) + time.thread_time() - began
-            if found or self._searched <= SEARCH_S + SEARCHES_S * len(self.output_ids):
-                return found
-            search.remember(self.sampling_params.stop_regex_strs)
+            if not search.remembers(patterns):
+                found = check(self, *args, **kwargs)
+                self._searched = getattr(self, "_searched", 0.0) + time.thread_time() - began
+                if found or self._searched <= SEARCH_S + SEARCHES_S * len(self.output_ids):
+                    return found
+                search.remember(patterns)
             text = "stop_regex: the searches take too long; use fewer patterns, and simpler ones"
         except SlowPattern:
             text = f"stop_regex: a search took longer than {SEARCH_S:g} s; use a pattern without repeats inside repeats"
