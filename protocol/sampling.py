@@ -3,7 +3,7 @@
 import math
 
 from enginepool.protocol.basis import MAX_ID
-from enginepool.protocol.messages import MAX_NEW_TOKENS, MAX_SAMPLING_TEXT, Sampling
+from enginepool.protocol.messages import MAX_NEW_TOKENS, MAX_PATTERN, MAX_SAMPLING_TEXT, Sampling
 from enginepool.protocol.ragged import MAX_TOKENS, bad
 
 #: parameters of which at most one is given
@@ -70,6 +70,10 @@ def check_sampling(s: Sampling) -> None:
         field = f"sampling.{max(sizes, key=lambda name: sizes[name])}"
         text = f"{field}: {size} characters with the other stop strings, patterns and grammars"
         raise bad(field, f"{text}; at most {MAX_SAMPLING_TEXT} together", str(MAX_SAMPLING_TEXT))
+    for at, pattern in enumerate(s.stop_regex):
+        if (size := len(pattern.encode("utf-8", "surrogatepass"))) > MAX_PATTERN:
+            field = f"sampling.stop_regex[{at}]"
+            raise bad(field, f"{field}: {size} bytes of UTF-8; at most {MAX_PATTERN}", str(MAX_PATTERN))
     given = [name for name in GRAMMARS if getattr(s, name) is not None]
     if len(given) > 1:
         raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")

@@ -17,8 +17,8 @@ MAX_SEQUENCES = 4096
 MAX_NEW_TOKENS = 1 << 20
 #: Stop strings, stop ids, or biases of one request; characters of a stop string or a pattern; bytes of a grammar.
 MAX_STOPS, MAX_STOP, MAX_GRAMMAR = 256, 1024, 65_536
-#: Stop patterns of one request: as many as SGLang takes.
-MAX_STOP_REGEX = 32
+#: Stop patterns of one request, and UTF-8 bytes of one: what SGLang takes.
+MAX_STOP_REGEX, MAX_PATTERN = 32, 256
 #: Characters of all stop strings, patterns and grammars of one request together.
 MAX_SAMPLING_TEXT = 65_536
 #: Ids of `allowed_token_ids`, or of `disallowed_token_ids`.

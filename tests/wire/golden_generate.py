@@ -472,6 +472,7 @@ def _parameters() -> list[Invalid]:
         _refused("sampling-unknown", "no such name", "bad_request", "sampling", stage="header", sampling={"temprature": 1.0}),
         _sampling("temperature-negative", "less than none", "temperature", temperature=-1.0),
         _sampling("stop-regex-many", "33 patterns", "stop_regex", "header", stop_regex=["a"] * 33),
+        _sampling("stop-regex-long", "258 bytes of UTF-8", "stop_regex[1]", stop_regex=["a", "é" * 129]),
         _sampling("top-k-zero", "none of the tokens", "top_k", top_k=0),
         _sampling("no-tokens", "nothing to generate", "max_new_tokens", max_new_tokens=0),
         _sampling("two-grammars", "one at most", "ebnf", regex="a", ebnf="b"),

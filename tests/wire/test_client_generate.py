@@ -164,6 +164,8 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("a", {"stop": ["a"] * 257}, "stop", "256"),
     ("a", {"stop_regex": ""}, "stop_regex", ""),
     ("a", {"stop_regex": ["a"] * 33}, "stop_regex", "32"),
+    ("a", {"stop_regex": ["a" * 256, "a" * 257]}, "stop_regex[1]", "256"),
+    ("a", {"stop_regex": ["é" * 129]}, "stop_regex[0]", "256"),
     ("a", {"stop_token_ids": [1, -1]}, "stop_token_ids[1]", str(2**31 - 1)),
     ("a", {"stop_token_ids": 5}, "stop_token_ids", ""),
     ("a", {"ignore_eos": 1}, "ignore_eos", ""),
