@@ -89,7 +89,8 @@ def read_media(media: Sequence[Medium], specs: Sequence[FrameSpec], frames: Sequ
     data, begin, before = memoryview(frames[0]), 0, 0
     for at, (one, length) in enumerate(zip(media, lengths, strict=True)):
         if not before <= one.prompt < prompts:
-            text = f"media[{at}]: prompt {one.prompt} after prompt {before}; in order, and below {prompts}"
+            order = f"from {before} on, as media are in the order of their prompts"
+            text = f"media[{at}]: prompt {one.prompt}; {order}, and below {prompts}"
             raise bad(f"media[{at}]", text, str(prompts - 1))
         check_medium(f"media[{at}]", one, data[begin : begin + length])
         for feature in (one.kind, SOURCE_FEATURES.get(one.source)):

@@ -111,7 +111,7 @@ def measure(
         shared = len(query) // unit
         if not shared and not shortest:
             row = next(i for i, n in enumerate(lengths) if not n)
-            raise bad(f"items[{row}]", f"items[{row}]: empty, and so is the query", "1")
+            raise bad(f"items[{row}]", f"items[{row}]: empty, and there is no query before it", "1")
         return rows, total + shared * rows, longest + shared, shared if shortest else 0
     check_pairs(len(query_lengths) // 4, rows)
     if rows <= _FEW:

@@ -16,14 +16,16 @@ FEATURES = (
     | dict.fromkeys((*MASKS, "temperature_schedule"), "logit_processors")
     | {"require_reasoning": "reasoning_parser"}
 )
+#: Float32 stays finite when a logit has each of these at once. NaN in one row ends an engine's scheduler.
+MOST_BIAS, MOST_TEMPERATURE, LEAST_REPETITION_PENALTY = 1e20, 1e6, 0.01
 #: field of `Sampling`: (least, most, whether the least itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, math.inf, True),
+    "temperature": (0.0, MOST_TEMPERATURE, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
     "presence_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 2.0, False),
+    "repetition_penalty": (LEAST_REPETITION_PENALTY, 2.0, True),
 }
 
 
@@ -38,8 +40,7 @@ def check_sampling(s: Sampling) -> None:
         if not (least <= value <= most and (included or value > least) and math.isfinite(value)):
             field = f"sampling.{name}"
             above = "from" if included else "above"
-            upper = "" if most == math.inf else f" up to {most:g}"
-            raise bad(field, f"{field}: {value:g}; {above} {least:g}{upper}", "" if most == math.inf else f"{most:g}")
+            raise bad(field, f"{field}: {value:g}; {above} {least:g} up to {most:.9g}", f"{most:.9g}")
     if not 1 <= s.max_new_tokens <= MAX_NEW_TOKENS:
         field = "sampling.max_new_tokens"
         raise bad(field, f"{field}: {s.max_new_tokens} is outside 1..{MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
@@ -58,9 +59,11 @@ def check_sampling(s: Sampling) -> None:
                 field = f"sampling.{name}[{at}]"
                 raise bad(field, f"{field}: {token}; a token id is 0 to {MAX_TOKENS - 1}", str(MAX_TOKENS - 1))
     for token, bias in s.logit_bias.items():
-        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS and math.isfinite(bias)):
-            text = f"sampling.logit_bias: {token!r}: {bias}; a token id, and a finite number"
-            raise bad("sampling.logit_bias", text, str(MAX_TOKENS - 1))
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < MAX_TOKENS):
+            raise bad("sampling.logit_bias", f"sampling.logit_bias: {token!r}; a token id", str(MAX_TOKENS - 1))
+        if not abs(bias) <= MOST_BIAS:
+            text = f"sampling.logit_bias: {token!r}: {bias}; from -{MOST_BIAS:g} up to {MOST_BIAS:g}"
+            raise bad("sampling.logit_bias", text, f"{MOST_BIAS:g}")
     for field, texts in (("sampling.stop", s.stop), ("sampling.stop_regex", s.stop_regex)):
         if "" in texts:
             raise bad(field, f"{field}: an empty string, at which every sequence would stop", "")
@@ -75,16 +78,25 @@ def check_sampling(s: Sampling) -> None:
             field = f"sampling.stop_regex[{at}]"
             raise bad(field, f"{field}: {size} bytes of UTF-8; at most {MAX_PATTERN}", str(MAX_PATTERN))
     given = [name for name in GRAMMARS if getattr(s, name) is not None]
+    _check_grammar(s, given)
+    _check_processors(s, given)
+
+
+def _check_grammar(s: Sampling, given: list[str]) -> None:
     if len(given) > 1:
         raise bad(f"sampling.{given[1]}", f"sampling.{given[1]}: given with {given[0]}; at most one grammar", "1")
+    if given and not getattr(s, given[0]):
+        raise bad(f"sampling.{given[0]}", f"sampling.{given[0]}: empty; a grammar, or leave it out", "")
     if given and s.min_new_tokens:
         # Where the text may end, and must not, no token is left: an engine would compute NaN.
         text = f"sampling.min_new_tokens: {s.min_new_tokens} with {given[0]}, whose text may end before; 0"
         raise bad("sampling.min_new_tokens", text, "0")
+    if given and s.ignore_eos:
+        # The end token is the only one that fits behind the last word, and an engine would go on behind it without the grammar.
+        raise bad("sampling.ignore_eos", f"sampling.ignore_eos: given with {given[0]}, whose text ends; false", "false")
     if s.require_reasoning and not given:
         field = "sampling.require_reasoning"
         raise bad(field, f"{field}: given without a grammar; only with one of {', '.join(GRAMMARS)}", "")
-    _check_processors(s, given)
 
 
 def _check_processors(s: Sampling, grammars: list[str]) -> None:
@@ -102,8 +114,9 @@ def _check_processors(s: Sampling, grammars: list[str]) -> None:
     field = "sampling.temperature_schedule"
     for name in ("initial", "final"):
         value = getattr(schedule, name)
-        if not (value >= 0 and math.isfinite(value)):
-            raise bad(field, f"{field}: {name} is {value:g}; from 0", "0")
+        if not 0 <= value <= MOST_TEMPERATURE:
+            most = f"{MOST_TEMPERATURE:.9g}"
+            raise bad(field, f"{field}: {name} is {value:g}; from 0 up to {most}", "0" if value < 0 else most)
     if not 1 <= schedule.tokens <= MAX_NEW_TOKENS:
         raise bad(field, f"{field}: tokens is {schedule.tokens}; 1 to {MAX_NEW_TOKENS}", str(MAX_NEW_TOKENS))
     if s.temperature != 1.0:

@@ -92,6 +92,8 @@ class GenerateOperation(Operation[GenerateWork]):
         specs = message.frames
         prompts, tokens, longest, max_id, _, text = read_rows(specs[:2], frames[:2], (ITEMS,), "a request to generate")
         rows = prompts * message.n
+        if prompts > MAX_SEQUENCES:
+            raise bad("items", f"items: {prompts} prompts; at most {MAX_SEQUENCES}", str(MAX_SEQUENCES))
         if message.n < 1 or rows > MAX_SEQUENCES:
             most = str(MAX_SEQUENCES // prompts)
             raise bad("n", f"n: {message.n} for {prompts} prompts; 1 to {most}", most)

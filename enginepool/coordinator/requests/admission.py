@@ -79,14 +79,14 @@ class Admission:
         ):
             core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         elif len(client.live) >= limits.window_requests:
-            self._busy(e, group, "window_requests", limits.window_requests)
+            self._busy(e, group, "window_requests", "1 more request")
         elif client.nbytes + e.unread + held > limits.window_bytes:
-            self._busy(e, group, "window_bytes", limits.window_bytes)
+            self._busy(e, group, "window_bytes", f"{held} more bytes")
         elif (
             client.rows + 2 * work.rows + core.live_rows > limits.queue_items
             or client.nbytes + e.unread + 2 * held + core.live_bytes + e.outboxes > limits.buffer_bytes
         ) and (bound := self._full(client, e, held)):
-            self._busy(e, group, bound, getattr(limits, bound))
+            self._busy(e, group, bound, f"{work.rows} more items" if bound == "queue_items" else f"{held} more bytes")
         else:
             core.make_room(held, e.outboxes)
             self._accept(client, group, e, answer, held)
@@ -140,9 +140,10 @@ class Admission:
             sent_again(core, live, e.work)
         return True
 
-    def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
-        what = "of this client" if field.startswith("window") else "of all clients"
-        text = f"{field}: no room for {e.work.rows} more items within the {limit} {what}"
+    def _busy(self, e: ev.Submit, group: Group, field: str, more: str) -> None:
+        whose = "of this client" if field.startswith("window") else "of all clients"
+        limit: int = getattr(self.core.config.limits, field)
+        text = f"{field}: no room for {more} within the {limit} {whose}"
         self.core.effects.append(ToClient(e.link, _busy(e.id, group, field, limit, text)))
         if field in ("queue_items", "buffer_bytes"):
             self.core.refuse_for_room(field, limit)

@@ -11,13 +11,9 @@ from typing import Any
 import msgspec
 
 from enginepool.protocol.messages import Capabilities, Sampling
+from enginepool.protocol.sampling import GRAMMARS, LEAST_REPETITION_PENALTY, MOST_BIAS, MOST_TEMPERATURE
 from enginepool.workers.engine import EngineError, GenerationTask, RequestRefused
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-#: Float32 stays finite when a logit has each of these at once. NaN in one row ends the scheduler, so it ends all of them.
-MOST_BIAS = 1e20
-MOST_TEMPERATURE = 1e6
-LEAST_REPETITION_PENALTY = 0.01
 _SEEDS = 1 << 63
 #: characters of SGLang's reasons
 _MOST_SAID = 300
@@ -34,7 +30,7 @@ def why_aborted(reason: Mapping[str, Any]) -> EngineError:
     said = " ".join(str(reason.get("message")).split())
     if reason.get("status_code") == 400:
         said = _GRAMMAR.sub(lambda found: f"{'json_schema' if found[1] == 'json' else found[1]}: ", _PLACE.sub("", said))
-        return RequestRefused(said[:_MOST_SAID])
+        return RequestRefused(said[:_MOST_SAID].rstrip(": "))
     return EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
 
 
@@ -81,6 +77,11 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
             raise EngineError(f"{field}: {temperature:g} is outside 0..{MOST_TEMPERATURE:g}")
     if s.repetition_penalty < LEAST_REPETITION_PENALTY:
         raise EngineError(f"repetition_penalty: {s.repetition_penalty:g}; at least {LEAST_REPETITION_PENALTY}")
+    for at, pattern in enumerate(s.stop_regex):
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise RequestRefused(f"stop_regex[{at}]: {error}; a pattern of Python's re") from None
     if s.sampling_seed is not None and not -_SEEDS <= s.sampling_seed < _SEEDS:
         raise EngineError(f"sampling_seed: {s.sampling_seed} has more than 64 bits")
     if deterministic and s.min_p > 0:
@@ -95,7 +96,7 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
 
 
 def _refuse_unsupported(s: Sampling, can: Capabilities) -> None:
-    grammar = next((name for name in _GRAMMARS if getattr(s, name)), "")
+    grammar = next((name for name in GRAMMARS if getattr(s, name)), "")
     if grammar and "grammar" not in can.features:
         raise EngineError(f"{grammar}: this engine runs no grammar backend")
     if grammar and s.min_new_tokens:

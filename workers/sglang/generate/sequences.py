@@ -13,6 +13,7 @@ import numpy as np
 
 from enginepool.protocol.media import IMAGE_IDS, expected_tokens
 from enginepool.protocol.messages import Capabilities, Sampling
+from enginepool.protocol.sampling import GRAMMARS
 from enginepool.workers.engine import Emit, EngineError, GenerationTask, NewTokens, TaskMedium
 from enginepool.workers.room import Held, SharedRoom
 from enginepool.workers.sglang.generate.adapter_loads import AdapterLoads
@@ -228,7 +229,7 @@ class Sequences:
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
                     if sequence not in self._failed:  # else it was aborted for that
-                        _ending(answer["meta_info"]["finish_reason"])
+                        _ending(answer["meta_info"]["finish_reason"], self._task.sampling)
         except EngineError:
             raise
         except Exception as error:
@@ -312,7 +313,7 @@ class Sequences:
         if self._dropped or sequence in self._failed:
             return
         try:
-            why, matched = _ending(reason)
+            why, matched = _ending(reason, self._task.sampling)
             if any(map(math.isnan, logprobs)):
                 raise EngineError(f"logprobs: NaN; {_LOOK}")
             if tokens or why:
@@ -324,7 +325,7 @@ class Sequences:
                 self._engine.abort(self._rids[sequence])
 
 
-def _ending(reason: dict[str, Any] | None) -> tuple[Literal["", "stop", "length"], int | str | None]:
+def _ending(reason: dict[str, Any] | None, asked: Sampling) -> tuple[Literal["", "stop", "length"], int | str | None]:
     """(reason, what it stopped at) of `NewTokens`, from SGLang's reason. Raises EngineError: it gave the sequence up."""
     if reason is None:
         return "", None
@@ -334,5 +335,6 @@ def _ending(reason: dict[str, Any] | None) -> tuple[Literal["", "stop", "length"
         raise why_aborted(reason)
     matched = reason.get("matched")
     if matched == _NOT_FINITE:
-        raise EngineError(f"the engine computed NaN; {_LOOK}")
+        grammar = next((f", or no token fits {name}" for name in GRAMMARS if getattr(asked, name)), "")
+        raise EngineError(f"the engine computed NaN{grammar}; {_LOOK}")
     return "stop", matched
