@@ -2,11 +2,13 @@
 
 import pickle
 
+import msgspec
 import pytest
 
 from enginepool import errors
 from enginepool.client.row_calls import ROW_NAMES
-from enginepool.protocol.errors import CODES
+from enginepool.coordinator.shell.decode import refusal
+from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.messages import ErrorReply
 
 
@@ -62,3 +64,20 @@ def test_errors_are_caught_by_the_builtin_names_that_fit():
     assert issubclass(errors.ConnectError, ConnectionError)
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.UnknownGroup, LookupError)
+
+
+@pytest.mark.parametrize(
+    ("header", "id_", "incarnation"),
+    [
+        ({"type": "hello", "incarnation": 5}, None, 5),
+        ({"type": "hello"}, None, 0),
+        ({"type": "score", "id": 7, "incarnation": 5}, 7, None),
+        ({"id": 7, "frames": []}, 7, None),
+        ({"type": 5, "id": 7}, 7, None),
+    ],
+)
+def test_of_refusals_those_of_a_hello_alone_have_an_incarnation(
+    header: dict[str, object], id_: int | None, incarnation: int | None
+) -> None:
+    found = refusal(msgspec.msgpack.encode(header), WireError("bad_request", "no"))
+    assert (found.id, found.incarnation) == (id_, incarnation)

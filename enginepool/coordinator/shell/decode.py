@@ -47,7 +47,8 @@ class _Id(msgspec.Struct):
     id: int | None = None
 
 
-class _Hello(msgspec.Struct, tag_field="type", tag="hello"):
+class _Hello(msgspec.Struct):
+    type: str = ""
     incarnation: int = 0
 
 
@@ -94,7 +95,8 @@ def refusal(frame: Buffer, error: WireError) -> m.ErrorReply:
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         id_ = _id.decode(frame).id
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        incarnation = _hello_number.decode(frame).incarnation
+        said = _hello_number.decode(frame)
+        incarnation = said.incarnation if said.type == "hello" else None
     return m.ErrorReply(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
 
 
