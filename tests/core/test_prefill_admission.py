@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang.generate.prefill_admission import MOST_STEPS, Prefill, PrefillAdmission
+from enginepool.workers.sglang.generate.prefill_admission import MOST_STEPS, SHORT, Prefill, PrefillAdmission
 
 ROOM = 100
 
@@ -115,6 +115,31 @@ def test_lower_priorities_delay_no_prompt() -> None:
         on.arrive(2)
         on.arrive(1, priority=1)
         assert on.states().endswith("iiiiwwi")
+
+    check(test)
+
+
+def test_while_a_higher_priority_decodes_rounds_of_a_lower_one_are_short_and_seldom() -> None:
+    def test(on: Sequences) -> None:
+        on.arrive(1, priority=5)
+        on.prefill()
+        on.arrive(6, tokens=ROOM // SHORT, priority=-1)
+        assert on.states() == "dwwwwww", "they would fill a forward"
+        on.decode(MOST_STEPS - 1)
+        assert on.states() == "dwwwwww"
+        on.decode()
+        assert on.states() == "diwwwww"
+        on.prefill()
+        on.arrive(1, tokens=3 * ROOM, priority=0)
+        on.decode(MOST_STEPS)
+        assert on.states() == "ddwwwwwi", "one prompt goes alone, however long it is"
+        on.prefill()
+        on.arrive(1, priority=5)
+        assert on.states() == "ddiiiwwdi", "they delay no prompt of the higher priority, and fill its forward"
+        on.prefill()
+        for at in (0, 7, 8):
+            on.all[at].over()
+        assert on.states() == "oddddiioo", "nothing of a higher priority decodes"
 
     check(test)
 

@@ -7,7 +7,8 @@ SGLang runs a prefill whenever a prompt waits in its queue, before any decode. T
 - Prompts that arrive one by one get a forward each, and each stops all sequences that decode.
 
 So prompts wait here and are handed over in rounds: what one prefill forward takes, and the next round once that has been
-computed and a few decodes have run. Sequences of a lower priority do not delay a round.
+computed and a few decodes have run. Sequences of a lower priority do not delay a round. While those of a higher priority
+decode, rounds are shorter and fewer: each stops all of them for as long as it takes.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from typing import Literal
 
 #: Decodes between two prefills, if the second does not fill its forward: one for each `_DECODING` sequences that decode.
 MOST_STEPS, _DECODING = 4, 8
+#: By what the tokens of a round are divided while a higher priority decodes. MOST_STEPS decodes are between two such rounds.
+SHORT = 4
 
 
 class PrefillAdmission:
@@ -103,6 +106,9 @@ class PrefillAdmission:
             return 2 * self._room  # while one forward runs, the prompts of the next one wait in SGLang's queue
         if not opened and inside:
             return 0
+        if _from(self._decoding, priority + 1) and not (opened and _from(self._inside, priority + 1)):
+            # A round that prompts of a higher priority have opened is filled up by lower ones.
+            return max(1, self._room // SHORT) if opened or self._steps >= MOST_STEPS else 0
         enough = self._steps >= min(MOST_STEPS, decoding // _DECODING)
         return self._room if opened or enough or self._waiting_tokens >= self._room else 0
 
