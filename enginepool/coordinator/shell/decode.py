@@ -95,8 +95,7 @@ def refusal(frame: Buffer, error: WireError) -> m.ErrorReply:
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         id_ = _id.decode(frame).id
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        said = _hello_number.decode(frame)
-        incarnation = said.incarnation if said.type == "hello" else None
+        incarnation = said.incarnation if (said := _hello_number.decode(frame)).type == "hello" else None
     return m.ErrorReply(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
 
 
