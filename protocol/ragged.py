@@ -30,6 +30,8 @@ PAIRED = ("query", "query_lengths", "items", "item_lengths")
 MAX_TOKENS = 2**31
 #: Sums over fewer rows are cheaper without numpy.
 _FEW = 64
+#: Bytes of ids up to which a copy is cheaper than another call of numpy; ids among which one is looked for at a time.
+_JOINED, _PIECE = 1 << 16, 1 << 18
 
 
 def read_rows(
@@ -64,8 +66,9 @@ def read_rows(
         _check_text("query", query, query_lengths)
         _check_text("items", items, item_lengths)
         return rows, tokens, longest, -1, 0, True
-    # One look over both: a second one costs more than joining them.
-    most = max_id(b"".join((query, items)) if query else items)
+    # One look over both, where a second one costs more than joining them.
+    joined = query and len(items) <= _JOINED
+    most = max_id(b"".join((query, items))) if joined else max(max_id(query), max_id(items))
     if most >= MAX_TOKENS:
         where, id_ = _first_over(MAX_TOKENS, ("query", query, query_lengths), ("items", items, item_lengths))
         raise bad(where, f"{where}: token id {id_ - 2**32} is negative", "0")
@@ -159,9 +162,9 @@ def _first_over(bound: int, *ragged: tuple[str, Buffer, Buffer | None]) -> tuple
     """Where the first id is that is, seen as unsigned, not below `bound`, and what it is. There is one."""
     for name, ids, lengths in ragged:
         view = np.frombuffer(ids, np.uint32)
-        over = np.flatnonzero(view >= bound)
-        if len(over):
-            at = int(over[0])
+        first = next((at for at in range(0, len(view), _PIECE) if np.maximum.reduce(view[at : at + _PIECE]) >= bound), None)
+        if first is not None:
+            at = first + int(np.argmax(view[first : first + _PIECE] >= bound))
             return locate(name, at, np.frombuffer(lengths, np.uint32) if lengths else None), int(view[at])
     raise AssertionError("no such id")
 
