@@ -12,6 +12,7 @@ Reading a frame of 2,000 ids costs about two microseconds: ids are viewed as uin
 largest id and a negative one.
 """
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ PAIRED = ("query", "query_lengths", "items", "item_lengths")
 MAX_TOKENS = 2**31
 #: Sums over fewer rows are cheaper without numpy.
 _FEW = 64
-#: Bytes of ids up to which a copy is cheaper than another call of numpy; ids among which one is looked for at a time.
+#: Bytes up to which a copy is cheaper than another call of numpy; ids, or bytes of text, that are looked at together.
 _JOINED, _PIECE = 1 << 16, 1 << 18
 
 
@@ -169,6 +170,27 @@ def _first_over(bound: int, *ragged: tuple[str, Buffer, Buffer | None]) -> tuple
     raise AssertionError("no such id")
 
 
+def _not_utf8(text: memoryview) -> tuple[int, bool]:
+    """(where the first byte is that is not UTF-8, or the length; whether all of it is ASCII). A long text is decoded piece by
+    piece: memory for all of it takes longer than the decoding."""
+    if len(text) <= _JOINED:
+        try:
+            return len(text), str(text, "utf-8").isascii()
+        except UnicodeDecodeError as error:
+            return error.start, False
+    if np.maximum.reduce(np.frombuffer(text, np.uint8)) < 0x80:
+        return len(text), True
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    ascii_ = True
+    for start in range(0, len(text), _PIECE):
+        before, _ = decoder.getstate()
+        try:
+            ascii_ &= decoder.decode(text[start : start + _PIECE], start + _PIECE >= len(text)).isascii()
+        except UnicodeDecodeError as error:
+            return start - len(before) + error.start, False
+    return len(text), ascii_
+
+
 def locate(name: str, at: int, lengths: npt.NDArray[Any] | None) -> str:
     """`items[row][position]` of the value at `at` of a frame; `query[position]` of one without rows."""
     if lengths is None:
@@ -187,12 +209,9 @@ def id_outside(frames: Sequence[Buffer], vocab: int) -> WireError:
 
 
 def _check_text(name: str, frame: Buffer, lengths: Buffer | None) -> None:
-    wrong = len(frame)
-    try:
-        if str(memoryview(frame), "utf-8").isascii():
-            return  # and so is each row
-    except UnicodeDecodeError as error:
-        wrong = error.start
+    wrong, ascii_ = _not_utf8(memoryview(frame))
+    if ascii_:
+        return  # and so is each row
     data = np.frombuffer(frame, np.uint8)
     if lengths is None:
         if wrong < len(data):

@@ -4,6 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import FrameSpec
@@ -49,3 +51,42 @@ def test_the_largest_id_of_query_and_items_is_found_without_a_copy(query: list[i
         tracemalloc.stop()
     assert found == (ROWS, ROWS * (LENGTH + len(query)), LENGTH + len(query), most, len(query), False)
     assert peak < len(frames[1]) / 10
+
+
+def refused_text(text: bytes, lengths: list[int]) -> str:
+    """Why items of these lengths are refused, "" if they are not."""
+    specs = [
+        FrameSpec("query", "utf8", (2,)),
+        FrameSpec("items", "utf8", (len(text),)),
+        FrameSpec("item_lengths", "uint32", (len(lengths),)),
+    ]
+    try:
+        read_rows(specs, [b"qu", text, np.array(lengths, np.uint32).tobytes()], LAYOUTS, "a request")
+    except WireError as error:
+        return error.message
+    return ""
+
+
+@given(st.sampled_from([70_000, 262_140, 600_000]), st.integers(0, 599_999), st.sampled_from(["é", "€", "😀"]), st.booleans())
+def test_in_a_long_text_the_first_byte_that_is_not_utf8_is_named(size: int, at: int, character: str, ascii_: bool) -> None:
+    at %= size
+    text = bytearray(b"a" * size if ascii_ else (character * size).encode()[:size])
+    text[at:] = b"a" * (size - at)
+    while text and not _is_utf8(bytes(text[:at])):  # the last character before it may be cut
+        at -= 1
+        text[at:] = b"a" * (size - at)
+    assert refused_text(bytes(text), [size]) == ""
+    text[at] = 0xFF
+    assert refused_text(bytes(text), [size]) == f"items[0]: not UTF-8 at byte {at}"
+    text[at : at + 4] = "😀".encode()
+    if len(text) == size:
+        assert refused_text(bytes(text), [size]) == ""
+        assert refused_text(bytes(text), [at + 2, size - at - 2]) == f"items[0]: not UTF-8 at byte {at}"
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
