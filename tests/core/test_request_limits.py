@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from enginepool.workers.sglang.patches.request_limits import (
+    CALM_S,
     GRAMMARS_BYTES,
     GRAMMARS_TEXT,
     MOST_GRAMMARS,
     SEARCH_S,
+    WARY_S,
     PatternSearch,
     SlowPattern,
     end_slow_searches,
@@ -41,6 +43,30 @@ def test_a_search_for_a_stop_pattern_ends_and_is_not_tried_again() -> None:
         with pytest.raises(SlowPattern):
             search(SLOW, text)
     assert search("b", "abba") is not None
+
+
+def test_slow_patterns_that_follow_each_other_are_ended_early_and_after_a_while_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    search = PatternSearch()
+    for at, most in (
+        (100.0, SEARCH_S),
+        (100.0, WARY_S),
+        (99.0 + CALM_S, WARY_S),
+        (98.9 + 2 * CALM_S, WARY_S),
+        (200.0, SEARCH_S),
+    ):
+        now = at
+        began = time.thread_time()
+        with pytest.raises(SlowPattern) as ended:
+            search(f"{SLOW}{at}{most}", "a" * 64)
+        assert ended.value.args == (most,) and time.thread_time() - began >= most
+        assert search("b+", "abba") is not None
+    with pytest.raises(SlowPattern) as again:
+        search(f"{SLOW}100.0{SEARCH_S}", "a")
+    assert again.value.args == (SEARCH_S,), "as it was ended then"
 
 
 class Req:

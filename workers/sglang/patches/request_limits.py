@@ -15,6 +15,8 @@ from typing import Any
 #: Seconds of the processor that a search for a stop pattern may take. Most take microseconds; one that tries all ways to divide
 #: a text would take years.
 SEARCH_S = 0.1
+#: Seconds that a search may take for so many seconds after one was ended: whoever sends one slow pattern may send many.
+WARY_S, CALM_S = 0.01, 10.0
 #: and so many more for each token that all searches of a sequence together may take; few patterns take 20 µs
 SEARCHES_S = 0.0005
 #: patterns that took longer, which are not searched for again: each sample of a prompt has the same one
@@ -24,36 +26,41 @@ MOST_GRAMMARS, GRAMMARS_TEXT, GRAMMARS_BYTES = 1024, 1 << 20, 256 << 20
 
 
 class SlowPattern(Exception):
-    """A search was ended."""
+    """A search was ended, now or before, after so many seconds."""
 
 
 class PatternSearch:
-    """`re.search` that ends after SEARCH_S. Made and called on the main thread, which takes signals."""
+    """`re.search` that ends after SEARCH_S, or WARY_S. Made and called on the main thread, which takes signals."""
 
     def __init__(self) -> None:
         #: when the search that runs has to end, on the clock of this thread: it stands still while other programs run
         self._end: float | None = None
-        self._slow: OrderedDict[Hashable, None] = OrderedDict()
+        #: after how many seconds each was ended
+        self._slow: OrderedDict[Hashable, float] = OrderedDict()
+        #: until when searches are ended early, on the clock of the host
+        self._wary_until = 0.0
         signal.signal(signal.SIGALRM, self._look)
 
     def __call__(self, pattern: str, text: str) -> re.Match[str] | None:
         """Raises SlowPattern."""
         if pattern in self._slow:
-            raise SlowPattern
-        self._end = time.thread_time() + SEARCH_S
-        signal.setitimer(signal.ITIMER_REAL, SEARCH_S, SEARCH_S)
+            raise SlowPattern(self._slow[pattern])
+        most = WARY_S if time.monotonic() < self._wary_until else SEARCH_S
+        self._end = time.thread_time() + most
+        signal.setitimer(signal.ITIMER_REAL, most, most)
         try:
             return re.search(pattern, text)
         except SlowPattern:
-            self.remember(pattern)
-            raise
+            self.remember(pattern, most)
+            raise SlowPattern(most) from None
         finally:
             self._end = None
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def remember(self, slow: Hashable) -> None:
+    def remember(self, slow: Hashable, after: float = SEARCH_S) -> None:
         """Search no more for this pattern, or for these patterns together: others may have some of them."""
-        self._slow[slow] = None
+        self._wary_until = time.monotonic() + CALM_S
+        self._slow[slow] = after
         if len(self._slow) > MOST_SLOW:
             self._slow.popitem(last=False)
 
@@ -88,8 +95,8 @@ def end_slow_searches(batch: Any) -> None:
                     return found
                 search.remember(patterns)
             text = "stop_regex: the searches take too long; use fewer patterns, and simpler ones"
-        except SlowPattern:
-            text = f"stop_regex: a search took longer than {SEARCH_S:g} s; use a pattern without repeats inside repeats"
+        except SlowPattern as slow:
+            text = f"stop_regex: a search took longer than {slow.args[0]:g} s; use a pattern without repeats inside repeats"
         self.finished_reason = batch.FINISH_ABORT(text, HTTPStatus.BAD_REQUEST, "BadRequestError")
         return True
 
