@@ -14,13 +14,20 @@ from enginepool.config import PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.coordinator.shell.log import log
 from enginepool.host.child_process import ChildProcess
-from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
+from enginepool.host.restart_policy import (
+    BAD_CONFIG,
+    CANNOT_WRITE,
+    HOST_FAULT,
+    RESTART,
+    RestartPolicy,
+    exit_text,
+)
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: as sys/prctl.h has it
 _PR_SET_PDEATHSIG = 1
 #: exit codes of a first coordinator that has said why it cannot start
-_CANNOT_START = (1, BAD_CONFIG, HOST_FAULT)
+_CANNOT_START = (1, BAD_CONFIG, CANNOT_WRITE)
 
 
 def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int:
@@ -38,21 +45,22 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
 
 
 def _keep_running(config: PoolConfig, policy: RestartPolicy, stops: set[signal.Signals]) -> int:
-    starts = 0
+    first = True
     while True:
         child = _start(config)
-        starts += 1
         stopping, code = _wait(child, stops)
         status = code if code >= 0 else 128 - code
-        if code == 0 or stopping or (starts == 1 and code in _CANNOT_START):
-            return BAD_CONFIG if code == HOST_FAULT else status
+        if code == 0 or stopping or (first and code in _CANNOT_START):
+            return BAD_CONFIG if code == CANNOT_WRITE else status
+        # A coordinator that a disk has kept from starting has not checked the configuration.
+        first = first and code == HOST_FAULT
         if code == RESTART:
             continue
         wait_s = policy.after_end(code, time.monotonic())
         if wait_s is None:
             log(f"the coordinator {policy.given_up} with {exit_text(code)}: the pool ends; what the coordinator said is above")
             return status
-        if code == HOST_FAULT:
+        if code in (CANNOT_WRITE, HOST_FAULT):
             log(f"the coordinator cannot start on this host now: it is tried again every {wait_s:g} s; the reason is above")
         else:
             log(f"the coordinator ended with {exit_text(code)}: it is started again after {wait_s:g} s, and adopts its workers")

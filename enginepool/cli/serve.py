@@ -60,7 +60,7 @@ def serve(
     }  # fmt: skip
     pool = _read(config, flags)
     where = str(config or "configuration")
-    _check_host(pool, where)
+    _check_host(pool, where, check)
     if check:
         from enginepool.coordinator.shell.startup import check_ports
 
@@ -81,19 +81,27 @@ def _read(config: Path | None, flags: dict[str, Any]) -> "PoolConfig":
     return load_config(config) if config is not None else _from_flags(flags)
 
 
-def _check_host(pool: "PoolConfig", where: str) -> None:
-    """Refuse what this host cannot serve with. `where` names the configuration."""
+def _check_host(pool: "PoolConfig", where: str, check: bool) -> None:
+    """Refuse what this host cannot serve with. `where` names the configuration. A disk without room, or one that is read-only,
+    is refused by `--check` alone: `serve` waits for it."""
     from enginepool.config_loader import check_models, check_roots
     from enginepool.coordinator.launchers.engine_options import check_options
     from enginepool.coordinator.launchers.gpus import check_gpus
+    from enginepool.coordinator.shell.journal import HostFault
     from enginepool.coordinator.shell.startup import check_host
+    from enginepool.host import DISK_ERRORS
 
     _check_engines(pool)
     check_models(pool, where)
     check_roots(pool, where)
     check_options(pool, where)
     check_gpus(pool, where)
-    check_host(pool)
+    try:
+        check_host(pool)
+    except (HostFault, OSError) as error:
+        # The coordinator says what cannot be written, and is tried again.
+        if check or error.errno not in DISK_ERRORS:
+            raise
 
 
 def _summary(pool: "PoolConfig") -> str:

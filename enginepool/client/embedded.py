@@ -29,7 +29,7 @@ from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import PrivateFolder, snapshot_folders
-from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
+from enginepool.host.restart_policy import BAD_CONFIG, CANNOT_WRITE, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 from enginepool.protocol.messages import ErrorReply
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
@@ -208,7 +208,7 @@ class EmbeddedCoordinator:
 
     def _failure(self, story: str, code: int) -> ErrorReply:
         lines = self._last_lines()
-        if code in (BAD_CONFIG, HOST_FAULT) and lines:
+        if code in (BAD_CONFIG, CANNOT_WRITE, HOST_FAULT) and lines:
             return ErrorReply("config", lines[-1].removeprefix("enginepool: "))
         return ErrorReply("pool_down", f"the coordinator {story} with {exit_text(code)}", evidence=lines)
 

@@ -10,6 +10,8 @@ SHARED = Path("/dev/shm")
 SPARE_BYTES = 16 << 20
 #: bytes that the path of a Unix socket has at most: `sun_path` of unix(7) is 108, with a null at the end
 LONGEST_PATH = 107
+#: errors of a disk that has no room, also for this user alone, or that cannot be written: an operator mends the disk
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
 

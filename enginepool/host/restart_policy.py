@@ -11,9 +11,12 @@ RESTART = 75
 INTERNAL_ERROR = 70
 #: exit code of a coordinator whose configuration cannot be used
 BAD_CONFIG = 2
-#: exit code of a coordinator that its host keeps from starting, perhaps for a while, as by a full disk (sysexits: EX_IOERR)
+#: exit code of a coordinator that cannot make or write its files, for example without permission (sysexits: EX_CANTCREAT). At a
+#: first start the configuration is wrong; later it is tried again.
+CANNOT_WRITE = 73
+#: exit code of a coordinator that cannot start because a disk is full or read-only, perhaps for a while (sysexits: EX_IOERR)
 HOST_FAULT = 74
-#: seconds after which a coordinator is started again that ended with HOST_FAULT
+#: seconds after which a coordinator is started again that ended with CANNOT_WRITE or HOST_FAULT
 HOST_FAULT_S = 5.0
 
 
@@ -29,7 +32,7 @@ class RestartPolicy:
         """Seconds to wait before the next start; None: no more. A fault of the host does not count: it may last a night."""
         if code == RESTART:
             return 0.0
-        return HOST_FAULT_S if code == HOST_FAULT else self.after_death(now)
+        return HOST_FAULT_S if code in (CANNOT_WRITE, HOST_FAULT) else self.after_death(now)
 
     def after_death(self, now: float) -> float | None:
         """Seconds to wait before the next start; None: no more."""

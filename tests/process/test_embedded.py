@@ -22,7 +22,7 @@ from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.host.folders import snapshot_folders
-from enginepool.host.restart_policy import HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
+from enginepool.host.restart_policy import CANNOT_WRITE, HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
 from enginepool.protocol.messages import StatusReport
 from enginepool.workers.sim.engine import BYTE_OFFSET
 from enginepool.workers.sim.scores import expected_scores
@@ -406,6 +406,7 @@ def test_restarts_come_slower_and_end_when_too_many_fall_into_the_window():
 def test_faults_of_the_host_do_not_count_as_deaths_of_the_coordinator():
     policy = RestartPolicy(most=1, window_s=1000.0)
     assert [policy.after_end(HOST_FAULT, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
+    assert [policy.after_end(CANNOT_WRITE, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
     assert [policy.after_end(code, 100.0) for code in (RESTART, -9, RESTART, 2)] == [0.0, 0.0, 0.0, None]
 
 

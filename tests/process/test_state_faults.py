@@ -41,8 +41,8 @@ def seen_by(daemon: Daemon, path: Path) -> Path:
     return Path(f"/proc/{daemon.process.pid}/root{path}")
 
 
-def mount(daemon: Daemon, *options: str) -> None:
-    """`mount` in the mount namespace of the coordinator."""
+def mount(daemon: Daemon | Served, *options: str) -> None:
+    """A command, such as `mount`, in the mount namespace of the coordinator."""
     enter = ["nsenter", "-t", str(daemon.process.pid), "-U", "-m", "--preserve-credentials"]
     subprocess.run([*enter, *options], check=True)
 
@@ -301,6 +301,46 @@ def test_serve_waits_for_room_on_the_disk_and_its_workers_stay(processes: Proces
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(PATIENCE_S) == 0
     assert f"state_dir = '{state}': cannot be written: No space left on device" in served.log.read_text()
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("fault", "mended", "reason"),
+    [
+        ('head -c 1M /dev/zero >"$1/fill"', 'rm "$0/fill"', "No space left on device"),
+        ('mount -o remount,ro "$1"', 'mount -o remount,rw "$0"', "Read-only file system"),
+    ],
+)
+def test_a_serve_that_begins_on_a_disk_that_cannot_be_written_waits_for_it(
+    processes: Processes, tmp_path: Path, fault: str, mended: str, reason: str
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    broken = [*ON_A_SMALL_DISK, str(state), "sh", "-c", f'{fault} 2>"$1.said"; shift && exec "$@"', "sh", str(state)]
+    served = Served(processes, tmp_path, [*broken, *PROGRAM], make=subprocess.Popen)
+
+    async def story() -> None:
+        async def waits() -> bool:
+            assert served.process.poll() is None, served.log.read_text()
+            return "it is tried again every 5 s" in await asyncio.to_thread(served.log.read_text)
+
+        await until(waits)
+        mount(served, "sh", "-c", mended, str(state))
+        async with Pool.connect(served.address, connect_timeout=PATIENCE_S) as pool:
+            await both_serve(pool, 0)
+
+    run(story)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(PATIENCE_S) == 0
+    assert f"state_dir = '{state}': cannot be written: {reason}" in served.log.read_text()
+
+
+def test_a_serve_whose_lock_cannot_be_made_for_another_reason_ends_with_2(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    (tmp_path / "state" / "lock").mkdir()
+    served = Served(processes, tmp_path, PROGRAM, make=subprocess.Popen)
+    assert served.process.wait(PATIENCE_S) == 2
+    assert f"state_dir = '{tmp_path}/state': Is a directory" in served.log.read_text()
 
 
 @needs_mounts

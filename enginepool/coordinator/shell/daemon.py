@@ -41,7 +41,7 @@ from enginepool.coordinator.shell.startup import fit_to_host, keys_folder, liste
 from enginepool.coordinator.shell.stop_signals import on_stop_signals
 from enginepool.errors import ConfigError
 from enginepool.host import os_error
-from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, STOPPED
+from enginepool.host.restart_policy import BAD_CONFIG, RESTART, STOPPED
 from enginepool.protocol.frames import encode_header
 
 #: stagers that owe nothing end within this
@@ -114,7 +114,7 @@ class Daemon:
         try:
             self.journal.write(msgspec.structs.replace(self.journal.record, epoch=epoch), ROOM)
         except OSError as error:
-            raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
+            raise HostFault(f"{error.filename}: cannot be written: {error.strerror}", error) from None
         found = self.launcher.adopt()
         record, history = self.journal.record, self._writer.read_history(self.config.groups)
         started = ev.Started(time.monotonic(), epoch, record.weights, found, self._snapshots.paths, record.raises, history)
@@ -297,8 +297,9 @@ async def _serve(config: PoolConfig, lifeline: int | None, make_launcher: MakeLa
         daemon = Daemon(config, asyncio.get_running_loop(), lifeline, make_launcher)
     except OSError as error:
         # A file in the place of a folder is the operator's to move: no later start finds it gone by itself.
-        fault = ConfigError if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError) else HostFault
-        raise fault(f"cannot start: {os_error(error)}") from None
+        text = f"cannot start: {os_error(error)}"
+        misplaced = isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError)
+        raise (ConfigError(text) if misplaced else HostFault(text, error)) from None
     try:
         try:
             daemon.start()
@@ -340,7 +341,7 @@ def main() -> int:
         return run(decode_config(text.encode()))
     except ConfigError as error:
         say(str(error))
-        return HOST_FAULT if isinstance(error, HostFault) else BAD_CONFIG
+        return error.exit_code if isinstance(error, HostFault) else BAD_CONFIG
 
 
 if __name__ == "__main__":

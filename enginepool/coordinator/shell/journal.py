@@ -25,7 +25,9 @@ import msgspec
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.errors import ConfigError
+from enginepool.host import DISK_ERRORS
 from enginepool.host.folders import exposed, lock_file, make_private
+from enginepool.host.restart_policy import CANNOT_WRITE, HOST_FAULT
 
 #: the file in the state directory of a pool
 JOURNAL = "journal.json"
@@ -36,7 +38,17 @@ BLOCK = 4096
 
 
 class HostFault(ConfigError):
-    """The host cannot do now what the configuration asks for, and may later: a disk is full, for example."""
+    """The host cannot do now what the configuration asks for, and may later: a disk is full, for example.
+
+    Attributes:
+        errno: of the error that says so.
+        exit_code: of a coordinator that cannot start for it.
+    """
+
+    def __init__(self, message: str, error: OSError) -> None:
+        super().__init__(message)
+        self.errno = error.errno
+        self.exit_code = HOST_FAULT if error.errno in DISK_ERRORS else CANNOT_WRITE
 
 
 def prepare_state_dir(directory: Path) -> None:
@@ -55,7 +67,7 @@ def prepare_state_dir(directory: Path) -> None:
                 probe.write(bytes(BLOCK))
     except OSError as error:
         if not (isinstance(error, FileExistsError | NotADirectoryError) and directory.exists()):
-            raise HostFault(f"state_dir = {str(directory)!r}: cannot be written: {error.strerror}") from None
+            raise HostFault(f"state_dir = {str(directory)!r}: cannot be written: {error.strerror}", error) from None
         why = "a file, not a directory"
     if why:
         raise ConfigError(f"state_dir = {str(directory)!r}: {why}")
@@ -110,12 +122,12 @@ class Journal:
                 self._device = os.stat(directory).st_dev
                 self._lock()
             except OSError as error:
-                fault = ConfigError if isinstance(error, BlockingIOError) else HostFault
-                raise fault(f"state_dir = {str(directory)!r}: {error.strerror}") from None
+                text = f"state_dir = {str(directory)!r}: {error.strerror}"
+                raise (ConfigError(text) if isinstance(error, BlockingIOError) else HostFault(text, error)) from None
             try:
                 self.record = self._read()
             except OSError as error:
-                raise HostFault(f"{self.path}: {error.strerror}") from None
+                raise HostFault(f"{self.path}: {error.strerror}", error) from None
             stack.pop_all()
 
     def _lock(self) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import IO
 
+from enginepool.coordinator.shell.journal import HostFault
 from enginepool.errors import ConfigError
 from enginepool.host.folders import exposed, lock_file
 
@@ -25,6 +26,7 @@ def lock_socket_file(endpoint: str) -> IO[str]:
 
     Raises:
         ConfigError: another pool holds the lock, or the folder is not safe.
+        HostFault: the lock cannot be made.
     """
     check_socket_folder(endpoint)
     path = endpoint.removeprefix("ipc://") + ".lock"
@@ -33,4 +35,4 @@ def lock_socket_file(endpoint: str) -> IO[str]:
     except BlockingIOError:
         raise ConfigError(f"{endpoint}: in use by another pool (its lock {path} is held)") from None
     except OSError as error:
-        raise ConfigError(f"{endpoint}: cannot lock {path}: {error.strerror}") from None
+        raise HostFault(f"{endpoint}: cannot lock {path}: {error.strerror}", error) from None
