@@ -4,7 +4,7 @@ import pytest
 
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.fleet.failures import signature
+from enginepool.coordinator.fleet.failures import lacks_disk_space, signature
 from enginepool.protocol.messages import Exiting, StatusReport
 from tests.core.machines import Pool, codes, config, failures, results, work
 
@@ -49,6 +49,52 @@ def test_two_failures_that_differ_otherwise_are_not(first: str, second: str) -> 
 def test_a_signature_takes_no_longer_than_its_text_is_long() -> None:
     assert len(signature("0x" + "1" * 1_000_000)) < 10
     assert len(signature("-1." * 300_000)) < 1_000_000
+
+
+FULL = "the worker of g ends: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("reason", "full"),
+    [
+        (FULL, True),
+        ("exit code 70: OSError: [Errno 122] Disk quota exceeded: '/srv/cache/x'", True),
+        ('SafetensorError: IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })', True),
+        ("Error while creating shared memory segment /dev/shm/nccl-a, error: No space left on device (28)", False),
+        ("RuntimeError: unable to write to file </torch_71_0>: No space left on device (28)", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ("", False),
+    ],
+)
+def test_a_disk_without_room_is_told_from_other_failures(reason: str, full: bool) -> None:
+    assert lacks_disk_space(reason) == full
+
+
+@pytest.mark.parametrize("permanent", [False, True])
+def test_a_disk_without_room_retires_no_worker_however_often(permanent: bool) -> None:
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=2, backoff_s=0.5, backoff_max_s=30.0)))
+    first = pool.started[-1].incarnation
+    for _ in range(6):
+        pool.worker(first, ready=False)
+        pool.do(ev.WorkerSaid(0, first.encode(), Exiting(FULL, failed=True, permanent=permanent)))
+        pool.do(ev.WorkerExited(0, first, f"exit code 78: {FULL}", permanent=permanent, failed=True))
+        assert [slot.state for slot in pool.machine.core.groups["g"].slots] == ["backoff"]
+        ended = pool.now
+        first = next_start(pool)
+        assert pool.now - ended == pytest.approx(30.0, abs=0.5)
+    pool.worker(first)
+    pool.do(ev.WorkerExited(0, first, "ended by SIGKILL"))
+    assert next_start(pool), "the ends before do not count for max_restarts"
+
+
+def test_failures_around_one_for_want_of_room_are_not_in_a_row() -> None:
+    pool = Pool(workers=1)
+    for reason in ("no such model", FULL, "no such model", FULL):
+        fail(pool, pool.started[-1].incarnation, reason)
+        next_start(pool)
+    fail(pool, pool.started[-1].incarnation, "no such model")
+    fail(pool, next_start(pool), "no such model")
+    assert "failed 2 times in the same way" in pool.machine.core.groups["g"].down
 
 
 def fail(pool: Pool, incarnation: str, reason: str) -> None:

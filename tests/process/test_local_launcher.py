@@ -374,3 +374,29 @@ def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
 
     asyncio.run(story())
     assert [child.poll() for child in children] == [-signal.SIGKILL] * len(children)
+
+
+def ends(scene: Scene, monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerExited:
+    """How the launcher says that a worker which runs this code has ended."""
+    monkeypatch.setattr("enginepool.coordinator.launchers.local.COMMAND", (sys.executable, "-c", code))
+
+    async def story() -> WorkerExited:
+        ended: asyncio.Future[WorkerExited] = asyncio.get_running_loop().create_future()
+        launcher = LocalLauncher(LauncherContext(scene.config, scene.directory, "ipc://nowhere", None, ended.set_result))
+        launcher.start("g", 0, "g-0.1.1")
+        try:
+            return await asyncio.wait_for(ended, PATIENCE_S)
+        finally:
+            launcher.stop_all()
+
+    return asyncio.run(story())
+
+
+def test_a_worker_without_room_on_a_disk_can_be_started_again_and_the_room_is_said(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = ends(scene, monkeypatch, "import os; print(OSError(28, os.strerror(28)), flush=True); os._exit(78)")
+    assert not event.permanent and event.failed
+    space = r"\d+\.\d MiB in "
+    said = rf"exit code 78: \[Errno 28\] No space left on device; free: {space}{scene.directory}, {space}\S+"
+    assert re.fullmatch(said, event.reason), event.reason

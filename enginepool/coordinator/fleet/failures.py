@@ -1,4 +1,7 @@
-"""Whether two workers failed in the same way: compares their reasons without the parts that differ between processes."""
+"""What the reasons of failed workers say: whether two of them failed in the same way, and whether a disk had no room.
+
+Two reasons are compared without the parts that differ between processes.
+"""
 
 import re
 
@@ -22,6 +25,16 @@ _OWN = re.compile(
 )
 #: the prefix of a reason, which depends on its source: a message to the coordinator, or the last line of the worker's log
 _FOUND = re.compile(r"^(?:exit code \d+: )?(?:[^\n]{0,200}? ends: )?")
+
+#: in a reason: a disk is full, or full for this user
+_NO_ROOM = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+#: in a reason: the file is shared memory, as NCCL and torch name it. Its size is a setting of the host or of the container.
+_SHARED_MEMORY = re.compile(r"/dev/shm\b|</torch_")
+
+
+def lacks_disk_space(reason: str) -> bool:
+    """Whether a worker failed because a disk has no room. Later it may have room."""
+    return bool(_NO_ROOM.search(reason)) and not _SHARED_MEMORY.search(reason)
 
 
 def signature(reason: str) -> str:

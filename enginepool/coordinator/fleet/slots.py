@@ -7,7 +7,7 @@ slot is retired in these cases:
 - its worker failed in a way that a restart cannot repair;
 - its workers failed twice in a row in the same way, and no process of the slot was ever ready.
 
-If the host could not make a process, the slot is not retired.
+If the host could not make a process, or a worker failed because a disk has no room, the slot is not retired.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -17,7 +17,7 @@ from enginepool.coordinator.core.group_weights import EarlierWorker
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import back_off, end_slot, retire, start_slot
 from enginepool.coordinator.core.worker_slot import WorkerSlot
-from enginepool.coordinator.fleet.failures import signature
+from enginepool.coordinator.fleet.failures import lacks_disk_space, signature
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 
 #: seconds after which a running process resets the backoff of its slot
@@ -73,6 +73,14 @@ class WorkerSlots:
         slot.loss_excused = False
         back_off(slot, self.core.now + self.core.config.restart.backoff_max_s)
 
+    def _await_room(self, slot: WorkerSlot) -> None:
+        """The process of a slot failed because a disk has no room. This does not count as a failure of the worker, also if the
+        worker says that another start cannot help."""
+        slot.unstartable = False
+        slot.failure_signature, slot.same_failures = "", 0
+        slot.restarts += 1
+        self.postpone(slot)
+
     def vacate(self, slot: WorkerSlot, permanent: bool) -> None:
         """The process of a slot has ended: wait and start again, or retire the slot."""
         core, policy = self.core, self.core.config.restart
@@ -90,6 +98,9 @@ class WorkerSlots:
         if slot.uncommitted_weights is not None:
             # The process could not start on weights that are not committed: this does not count against the slot.
             slot.loss_excused, permanent = True, False
+        if lacks_disk_space(slot.end_reason) and not core.draining:
+            self._await_room(slot)
+            return
         if core.now - slot.started_at > STEADY_S:
             slot.short_runs = 0
         slot.loss_times = [at for at in slot.loss_times if core.now - at < policy.window_s]

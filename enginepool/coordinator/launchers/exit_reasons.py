@@ -1,7 +1,10 @@
 """Why a worker process ended: its exit code, and the last line of its log that says something about it."""
 
+import os
 import re
 import signal
+import tempfile
+from pathlib import Path
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
 PERMANENT = 78
@@ -31,6 +34,19 @@ def how_it_ended(code: int | None, why: str) -> str:
     else:
         how = f"ended by {signal.Signals(-code).name}"
     return f"{how}: {why}" if why else how
+
+
+def free_space(state: Path) -> str:
+    """How much room the disks have on which a worker writes most: the error of a full disk seldom names one."""
+    said: list[str] = []
+    for folder in (state, Path(tempfile.gettempdir())):
+        try:
+            room = os.statvfs(folder)
+        except OSError as error:
+            said.append(f"unknown in {folder} ({error.strerror})")
+        else:
+            said.append(f"{room.f_bavail * room.f_frsize / 2**20:.1f} MiB in {folder}")
+    return ", ".join(said)
 
 
 def failed_by_itself(code: int | None) -> bool:

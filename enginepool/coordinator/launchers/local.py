@@ -21,8 +21,16 @@ import psutil
 from enginepool.config import GroupConfig, gpus_per_worker
 from enginepool.coordinator.core.events import WorkerExited
 from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
+from enginepool.coordinator.fleet.failures import lacks_disk_space
 from enginepool.coordinator.launchers.base import LauncherContext
-from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
+from enginepool.coordinator.launchers.exit_reasons import (
+    OUT_OF_MEMORY,
+    PERMANENT,
+    failed_by_itself,
+    free_space,
+    how_it_ended,
+    last_line,
+)
 from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable
 from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.stagers import Stagers
@@ -275,12 +283,14 @@ class LocalLauncher:
         incarnation = worker.record.incarnation
         del self._workers[incarnation]
         self._forget(incarnation)
+        reason = worker.stopped or how_it_ended(code, self.last_line(incarnation))
+        no_room = lacks_disk_space(reason)
         self._context.exited(
             WorkerExited(
                 time.monotonic(),
                 incarnation,
-                worker.stopped or how_it_ended(code, self.last_line(incarnation)),
-                permanent=code == PERMANENT,
+                f"{reason}; free: {free_space(self._context.directory)}" if no_room else reason,
+                permanent=code == PERMANENT and not no_room,
                 failed=not worker.stopped and failed_by_itself(code),
                 out_of_memory=code == OUT_OF_MEMORY,
             )
