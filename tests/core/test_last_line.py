@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
+from enginepool.coordinator.launchers.exit_reasons import (
+    OUT_OF_MEMORY,
+    PERMANENT,
+    cause,
+    failed_by_itself,
+    how_it_ended,
+    last_line,
+)
 from enginepool.protocol.messages import Ping
 from enginepool.workers.events import Exit, FromCoordinator, Note, WorkerTick
 from enginepool.workers.machine import WorkerMachine
@@ -76,6 +83,34 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
 )
 def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: str, line: str) -> None:
     assert how_it_ended(code, why) == line
+
+
+NO_CAUSE = "weight updates will be received in memory of the host"
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "why"),
+    [
+        *[(code, NO_CAUSE, "") for code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, None)],
+        *[(code, NO_CAUSE, NO_CAUSE) for code in (0, 1, Exit.ENGINE_DIED, -signal.SIGSEGV, -signal.SIGABRT)],
+        *[
+            (code, line, line)
+            for code in (-signal.SIGKILL, -signal.SIGTERM, None)
+            for line in (
+                "torch.OutOfMemoryError: CUDA out of memory",
+                "OSError: [Errno 28] No space left on device",
+                "the worker of g ends: no such model",
+                "[2026-11-28 12:00:00] Received sigquit from a child process. It usually means the child failed.",
+                "Fatal Python error: Aborted",
+            )
+        ],
+        (-signal.SIGKILL, "", ""),
+    ],
+)
+def test_a_line_that_tells_of_no_error_is_no_cause_of_an_end_by_a_signal_from_outside(
+    code: int | None, line: str, why: str
+) -> None:
+    assert cause(code, line) == why
 
 
 @pytest.mark.parametrize(

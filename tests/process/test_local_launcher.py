@@ -400,3 +400,11 @@ def test_a_worker_without_room_on_a_disk_can_be_started_again_and_the_room_is_sa
     space = r"\d+\.\d MiB in "
     said = rf"exit code 78: \[Errno 28\] No space left on device; free: {space}{scene.directory}, {space}\S+"
     assert re.fullmatch(said, event.reason), event.reason
+
+
+@pytest.mark.parametrize(("line", "said"), [("ready to serve", ""), ("RuntimeError: no", ": RuntimeError: no")])
+def test_a_worker_that_was_killed_has_the_last_line_of_its_log_as_reason_only_if_it_is_an_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    event = ends(scene, monkeypatch, f"import os; print({line!r}, flush=True); os.kill(os.getpid(), 9)")
+    assert event.reason == f"ended by SIGKILL{said}" and not event.failed

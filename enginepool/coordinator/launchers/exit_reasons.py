@@ -21,6 +21,8 @@ _BAR = re.compile(r"\d%( Completed)? *\||\d+/\d+ \[\d+:\d\d")
 _WARNING = re.compile(r":\d+: \w*Warning: |^\s*warnings\.warn\(|resource_tracker: ")
 #: in a line of a worker on the silence of a coordinator, which did not end the worker
 _SILENCE = re.compile(r": (no word from a coordinator for \d+ s: this worker|the coordinator speaks again, after) ")
+#: in a line that tells of an error: the name of an exception, or the words of engines and of workers
+_ERROR = re.compile(r"(?:Error|Exception)\b|\b(?:error|exception|fatal|failed)\b| ends: ", re.IGNORECASE)
 #: before each line of a worker: the time, and the worker
 _PREFIX = re.compile(r"^[\d-]{10}T[\d:.]{12}Z enginepool (worker|stager)( \S+)?: ")
 
@@ -34,6 +36,17 @@ def how_it_ended(code: int | None, why: str) -> str:
     else:
         how = f"ended by {signal.Signals(-code).name}"
     return f"{how}: {why}" if why else how
+
+
+def cause(code: int | None, line: str) -> str:
+    """The last line of a log, where it may say why its process ended, else "".
+
+    A process that a signal from outside has ended says nothing of it, so only an error counts: SGLang kills its own processes
+    after one. The same holds where the exit code is unknown.
+    """
+    if code is None or (code < 0 and not failed_by_itself(code)):
+        return line if _ERROR.search(line) else ""
+    return line
 
 
 def free_space(state: Path) -> str:

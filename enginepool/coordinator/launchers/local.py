@@ -26,6 +26,7 @@ from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import (
     OUT_OF_MEMORY,
     PERMANENT,
+    cause,
     failed_by_itself,
     free_space,
     how_it_ended,
@@ -121,7 +122,7 @@ class LocalLauncher:
                 name = f"{record.group}-{record.index}"
                 log(f"worker {record.incarnation} is ended: the configuration has no worker {name}")
             else:
-                last = self.last_line(record.incarnation)
+                last = cause(None, self.last_line(record.incarnation))
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
             found.append(EarlierWorker(record.group, record.index, record.incarnation, lives=False))
             path.unlink()
@@ -283,7 +284,7 @@ class LocalLauncher:
         incarnation = worker.record.incarnation
         del self._workers[incarnation]
         self._forget(incarnation)
-        reason = worker.stopped or how_it_ended(code, self.last_line(incarnation))
+        reason = worker.stopped or how_it_ended(code, cause(code, self.last_line(incarnation)))
         no_room = lacks_disk_space(reason)
         self._context.exited(
             WorkerExited(
