@@ -200,7 +200,7 @@ class SessionBusy(EnginepoolError):
 
 
 class ConnectError(EnginepoolError, ConnectionError):
-    """No coordinator answered at the address that the message names."""
+    """No coordinator answered at the address that the message names, or this process cannot connect: the message says why."""
 
     code = "connect"
     fault = "none"

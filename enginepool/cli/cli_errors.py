@@ -82,6 +82,7 @@ class OneLineGroup(TyperGroup):
 def describe(error: Exception) -> tuple[str, int]:
     """The line and the exit code for `error`."""
     from enginepool.errors import ConfigError, EnginepoolError
+    from enginepool.net import descriptors
 
     if isinstance(error, _UsageError):
         return _usage(error), BAD_USAGE
@@ -90,6 +91,8 @@ def describe(error: Exception) -> tuple[str, int]:
         return f"enginepool: {text}", error.code
     if isinstance(error, EnginepoolError):
         return f"enginepool: {text}", BAD_USAGE if isinstance(error, ConfigError) else RUN_FAILED
+    if descriptors.is_short(error):
+        return f"enginepool: {text}; {descriptors.advice()}", RUN_FAILED
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"enginepool: {where}{error.strerror}", RUN_FAILED

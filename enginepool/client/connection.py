@@ -70,7 +70,11 @@ _ALL = 1 << 16
 
 
 class Connection:
-    """A client of the coordinator at `address`, on the running loop, until `close`."""
+    """A client of the coordinator at `address`, on the running loop, until `close`.
+
+    Raises:
+        ConnectError: this process has too few file descriptors.
+    """
 
     def __init__(self, address: str, key: Key | None = None) -> None:
         self.address = address
@@ -83,7 +87,10 @@ class Connection:
         #: how errors and the status name this client
         self.client_id = client.hex()[:8]
         self._session = ClientSession(client, os.urandom(16), jitter, agent=agent)
-        self._link = ClientLink(address, self._received, self._complain, key)
+        try:
+            self._link = ClientLink(address, self._received, self._complain, key)
+        except OSError as error:
+            raise ConnectError(f"{address}: cannot connect: {error.strerror}") from None
         self._hears: dict[int, Hear] = {}
         #: called when the committed weights of a group exist nowhere any more
         self.wanted: list[Callable[[CommittedWeightsLost], None]] = []

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from enginepool.net.dealer import connect
+from enginepool.net.descriptors import CONNECTION_FILES, advice, check_free
 from enginepool.net.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
@@ -44,6 +45,9 @@ class ClientLink:
         received: called for each message that can be read; its payload has the lengths that its header says.
         complain: called with one line for each message that cannot be read, and is dropped.
         key: of this client, for TCP.
+
+    Raises:
+        OSError: this process has too few file descriptors.
     """
 
     def __init__(self, address: str, received: Received, complain: Callable[[str], None], key: Key | None = None) -> None:
@@ -52,6 +56,7 @@ class ClientLink:
         self._received = received
         self._complain = complain
         self._loop = asyncio.get_running_loop()
+        check_free(CONNECTION_FILES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         #: the open one, closed when this object is garbage-collected with its loop: a context waits for its sockets without end
@@ -74,10 +79,10 @@ class ClientLink:
         """Close the socket, with everything queued on it, and open a new one.
 
         Raises:
-            OSError: the address is none that ZeroMQ can connect to.
+            OSError: the address is none that ZeroMQ can connect to, or this process has too few file descriptors.
         """
         self._close_socket(0)
-        socket = self._context.socket(zmq.DEALER)
+        socket = self._new_socket()
         try:
             socket.setsockopt(zmq.SNDHWM, _SNDHWM)
             # The window bounds what comes. What ZeroMQ does not read waits at the coordinator, whose memory all clients share.
@@ -95,6 +100,13 @@ class ClientLink:
         self._left.append(socket)
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self.drain)
+
+    def _new_socket(self) -> "zmq.Socket[bytes]":
+        """Raises OSError: too few file descriptors are free."""
+        try:
+            return self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"{error.strerror}; {advice()}") from None
 
     def send(self, message: Message, frames: Sequence[Buffer] = ()) -> None:
         """Send, or park until the socket takes it."""

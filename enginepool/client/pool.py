@@ -103,7 +103,7 @@ class Pool(
             ConfigError: `keys` cannot be read, or can be read by others.
             BadRequest: an argument is none; `field` names it.
             ConnectError: no coordinator answered within `connect_timeout` seconds, perhaps because the host's name is unknown;
-                the message says so, and names the address.
+                or this process has too few file descriptors. The message says so, and names the address.
         """
         address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
         key = key_for(address, keys)

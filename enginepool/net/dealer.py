@@ -4,6 +4,7 @@ from typing import Any
 
 import zmq
 
+from enginepool.net.descriptors import CONNECTION_FILES, check_free
 from enginepool.net.keys import Key
 
 #: A connection attempt is given up after so long, and a new one begins. The kernel repeats a SYN after 1, 2, 4, 8 … seconds, so
@@ -56,8 +57,9 @@ def ask(address: str, key: Key | None, question: bytes, wait_s: float) -> bytes 
     """Connect, send the header `question`, and return the header of the first answer; None: there is none within `wait_s`.
 
     Raises:
-        OSError: ZeroMQ cannot connect to such an address.
+        OSError: ZeroMQ cannot connect to such an address, or this process has too few file descriptors.
     """
+    check_free(CONNECTION_FILES)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         try:
             connect(socket, address, key, again_ms=100)
