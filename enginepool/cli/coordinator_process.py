@@ -31,20 +31,16 @@ _CANNOT_START = (1, BAD_CONFIG, CANNOT_WRITE)
 
 
 def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int:
-    """Run the coordinator until it has drained, or has failed too often; returns the exit code for this process."""
+    """Run the coordinator until it has drained, or has failed too often; returns the exit code for this process.
+
+    The signals that stop it stay blocked: one that arrives while this process ends must not replace its exit code.
+    """
     policy = policy or RestartPolicy()
     stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
         stops.remove(signal.SIGHUP)
     # Signals are blocked and waited for one by one, so none arrives between two steps.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
-    try:
-        return _keep_running(config, policy, stops)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _keep_running(config: PoolConfig, policy: RestartPolicy, stops: set[signal.Signals]) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     first = True
     while True:
         child = _start(config)

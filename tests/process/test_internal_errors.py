@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from enginepool.client import embedded
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.protocol.messages import StatusReport
 from enginepool.workers.sim.scores import expected_scores
+from tests.process.commands import PROGRAM
 from tests.process.daemons import PATIENCE_S, end_workers
 from tests.process.faulty_coordinator import COMMAND, LABEL
 from tests.process.forking import ForkedProcess
@@ -182,3 +184,21 @@ def test_a_coordinator_ends_with_the_command_that_started_it(
             assert again.process.wait(PATIENCE_S) == 0
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, (0, 1)), (signal.SIGINT, (0, 1)), (signal.SIGUSR1, (0,))])
+def test_a_signal_that_comes_again_until_serve_has_ended_does_not_replace_its_exit_code(
+    processes: Processes, tmp_path: Path, number: signal.Signals, codes: tuple[int, ...]
+) -> None:
+    served = Served(processes, tmp_path, PROGRAM, make=subprocess.Popen)
+
+    async def main() -> None:
+        async with Pool.connect(served.address) as pool:
+            await ready(pool)
+
+    uvloop.run(main())
+    until = time.monotonic() + PATIENCE_S
+    while served.process.poll() is None and time.monotonic() < until:
+        served.process.send_signal(number)
+        time.sleep(0.005)
+    assert served.process.poll() in codes, served.log.read_text()

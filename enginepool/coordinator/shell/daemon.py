@@ -38,7 +38,7 @@ from enginepool.coordinator.shell.router import CLIENT_PROOF, WORKER_PROOF, Rout
 from enginepool.coordinator.shell.snapshots import SnapshotFolders
 from enginepool.coordinator.shell.sockets import Sockets
 from enginepool.coordinator.shell.startup import fit_to_host, keys_folder, listen_address, state_directory, workers_endpoint
-from enginepool.coordinator.shell.stop_signals import on_stop_signals
+from enginepool.coordinator.shell.stop_signals import ignore_stop_signals, on_stop_signals
 from enginepool.errors import ConfigError
 from enginepool.host import os_error
 from enginepool.host.restart_policy import BAD_CONFIG, RESTART, STOPPED
@@ -314,7 +314,9 @@ async def _serve(config: PoolConfig, lifeline: int | None, make_launcher: MakeLa
         for name, group in config.groups.items():
             if not group.workers:
                 log(f"group {name} starts no workers: it waits for external workers at {daemon.sockets.workers.endpoint}")
-        return await daemon.ended
+        code = await daemon.ended
+        ignore_stop_signals(daemon.loop)
+        return code
     finally:
         daemon.close()
 

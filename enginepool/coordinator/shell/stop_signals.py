@@ -10,6 +10,16 @@ from enginepool.coordinator.core.events import DrainAsked
 from enginepool.coordinator.shell.log import log
 
 
+def ignore_stop_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """The coordinator has ended: from now on these signals do nothing. A loop that closes takes its handlers away, and the
+    default action would replace the exit code of the process."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # for this thread alone
+    for number in numbers:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
 def on_stop_signals(
     loop: asyncio.AbstractEventLoop,
     core: Context,
