@@ -13,6 +13,7 @@ from enginepool.protocol.messages import (
     FrameSpec,
     GenerationProgress,
     PrefixBlocks,
+    Stage,
     StartGeneration,
     Step,
     Tokenize,
@@ -125,6 +126,18 @@ class PrefixesChanged(WorkerEvent, frozen=True):
 
     message: PrefixBlocks
     frames: tuple[Frame, ...]
+
+
+class SnapshotReported(WorkerEvent, frozen=True):
+    """The stager says why the committed weights have no snapshot, or that there is one after all, as the coordinator is to hear
+    it."""
+
+    message: Stage
+    frames: tuple[Frame, ...] = ()
+
+
+#: what the coordinator hears as it is
+PassedOn = PrefixesChanged | SnapshotReported
 
 
 class GenerationLeft(WorkerEvent, frozen=True):

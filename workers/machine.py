@@ -95,7 +95,7 @@ class WorkerMachine:
             ev.WorkDone: lambda event: self._finished(event.task, SendToCoordinator(event.answer, event.frames)),
             ev.StepsDone: self._generated,
             ev.GenerationLeft: self._generation_left,
-            ev.PrefixesChanged: lambda event: self._allowed([SendToCoordinator(event.message, event.frames)]),
+            **dict.fromkeys(get_args(ev.PassedOn), lambda e: self._allowed([SendToCoordinator(e.message, e.frames)])),
             ev.CommandDone: self._commanded,
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,

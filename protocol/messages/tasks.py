@@ -11,7 +11,9 @@ from enginepool.protocol.messages.control import MemoryTag
 
 
 class Stage(Message, tag="stage"):
-    """What the worker is doing: `starting`, `loading`, `compiling`, `ready`, `draining`; one line of detail."""
+    """What the worker is doing: `starting`, `loading`, `compiling`, `ready`, `draining`; one line of detail. With `ready`,
+    which the message of that name says first: why the committed weights have no snapshot, or "" when they have one after all.
+    """
 
     stage: Literal["starting", "loading", "compiling", "ready", "draining"]
     detail: str = ""

@@ -5,7 +5,7 @@ import re
 from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
-from enginepool.protocol.messages import Exiting, Ready
+from enginepool.protocol.messages import Exiting, Ready, Stage, StatusReport
 from enginepool.protocol.messages.weights import AbortUpdate, Restored
 from tests.core.machines import CAN, EPOCH, Pool, codes, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool
@@ -137,3 +137,33 @@ def test_a_worker_that_cannot_restore_the_committed_weights_is_one_line_and_one_
     ]
     pool.do(ev.WorkerSaid(0, second, Ready(CAN, 3, DIGEST)))
     assert lines(pool, "restore")[1:] == ["worker second has restored the committed weight version 3"]
+
+
+def test_weights_without_a_snapshot_are_one_line_for_all_workers_and_one_more_when_there_is_one() -> None:
+    pool = UpdatePool()
+    trainer, names = Trainer(pool), [pool.worker("a"), pool.worker("b")]
+    pool.publish(trainer, 1, names)
+    pool.written()
+    why = "no snapshot of version 1 in /s/g: No space left on device"
+
+    def say(name: bytes, line: str) -> list[str]:
+        pool.tell(name, Stage("ready", line))
+        (sent,) = pool.do(ev.StatusAsked(0, trainer.link, 9))
+        assert isinstance(sent.message, StatusReport)
+        assert {worker.stage for worker in sent.message.groups[0].workers} == {"ready"}
+        return [worker.detail for worker in sent.message.groups[0].workers]
+
+    assert say(names[0], why) == [why, ""]
+    for name in (names[1], names[0]):  # each try says it
+        assert say(name, why) == [why, why]
+    pool.do(ev.WorkerSaid(0, names[0], Ready(CAN, 1, DIGEST, (0, 1))))
+    assert say(names[0], why) == [why, why]
+    assert lines(pool, "snapshot") == [f"worker a could not save the committed weights: {why}"]
+    assert say(names[1], "") == [why, ""] and len(lines(pool, "snapshot")) == 1
+    assert say(names[0], "") == ["", ""]
+    assert lines(pool, "snapshot")[1:] == ["worker a: the snapshot of weight version 1 is written"]
+    say(names[0], why)
+    pool.publish(trainer, 2, names)
+    pool.written()
+    assert say(names[1], "") == ["", ""], "it was of the version before"
+    assert len(lines(pool, "snapshot")) == 3

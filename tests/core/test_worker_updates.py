@@ -31,6 +31,7 @@ from enginepool.workers.events import (
     RunBatch,
     RunWeights,
     SendToCoordinator,
+    SnapshotReported,
     WeightsAnswered,
     WorkDone,
     WorkerEffect,
@@ -302,3 +303,10 @@ def test_a_restore_during_an_update_leaves_it_what_it_has_staged() -> None:
     assert said(worker.answer(Restored(1, "", ""))) == [Ready(CAN, 1, "d", (0, 1))]
     assert worker.hear(committed) == [RunWeights(committed)], "it does not close the update"
     assert worker.hear(LOAD) == [RunWeights(LOAD, (), update)]
+
+
+def test_what_a_stager_says_of_its_snapshot_is_passed_on_while_the_worker_is_registered() -> None:
+    worker, missing = Worker(), Stage("ready", "no snapshot of version 1 in /s/g: No space left on device")
+    assert said(worker.do(SnapshotReported(0, missing))) == [missing]
+    worker.do(Disconnected(0))
+    assert worker.do(SnapshotReported(0, missing)) == []

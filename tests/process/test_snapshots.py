@@ -31,6 +31,11 @@ def pool_in(directory: Path) -> PoolConfig:
     return sim_pool(directory, workers=1, options=MODEL, orphan_s=60.0)
 
 
+def on_disk(directory: Path) -> PoolConfig:
+    directory.mkdir(mode=0o700)
+    return sim_pool(directory, workers=2, snapshot="disk", options=MODEL, orphan_s=60.0)
+
+
 def memory_of(config: PoolConfig) -> Path:
     return Path(snapshot_folders(Path(config.state_dir))["memory"])
 
@@ -148,3 +153,46 @@ def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes,
         assert ForkedDaemon(processes, config).listening().end() == 0
         assert (folder / OWNER).exists(), changes
         shutil.rmtree(folder)
+
+
+def test_weights_whose_snapshot_cannot_be_written_are_in_the_log_and_the_status_and_have_one_at_the_end(
+    processes: Processes, tmp_path: Path
+) -> None:
+    config = on_disk(tmp_path / "pool")
+    folder = Path(config.state_dir) / "snapshots"
+    daemon = ForkedDaemon(processes, config).listening()
+    folder.mkdir()
+    folder.chmod(0o777)  # as on a full disk, no snapshot is written there until an operator does something
+    reason = f"others can enter {folder} (mode 0777): chmod 700 it"
+
+    async def story() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            while {worker.stage for worker in (await pool.status()).groups[0].workers} != {"ready"}:
+                await asyncio.sleep(0.02)  # a worker that is late is no member of the update, and cannot restore its weights
+            await publish(daemon.address, 1)
+            while True:
+                (group,) = (await pool.status()).groups
+                if all(worker.detail for worker in group.workers):
+                    break
+                await asyncio.sleep(0.02)
+        for worker in group.workers:
+            assert worker.stage == "ready"
+            assert worker.detail.startswith(f"no snapshot of version 1 in {folder}/g-") and worker.detail.endswith(
+                f": {reason}"
+            )
+
+    run(story)
+    assert not list(folder.iterdir())
+    folder.chmod(0o700)
+    assert daemon.end() == 0
+    assert len(list(folder.iterdir())) == 1
+    assert len([line for line in daemon.lines if "no snapshot of version 1" in line]) == 1
+    second = ForkedDaemon(processes, config).listening()
+
+    async def restored() -> None:
+        async with Pool.connect(second.address) as pool:
+            await pool.ready(PATIENCE_S)
+            assert (await pool.status()).groups[0].version == 1
+
+    run(restored)
+    assert second.end() == 0

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from enginepool.protocol.basis import Message
 from enginepool.protocol.messages.weights import Staged
-from enginepool.workers.stager.messages import AskHeld, StagerHolds, next_message, packet
+from enginepool.workers.stager.messages import AskHeld, SnapshotMissing, StagerHolds, next_message, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0
@@ -32,11 +32,12 @@ class StagerLink:
 
     Args:
         path: of the stager's Unix socket; "": there is none.
-        received: called with the `staged` that the stager sends when all bytes are received, or cannot be.
+        received: called with what answers no question: the `staged` that the stager sends when all bytes are received, or
+            cannot be, and `snapshot_missing`.
         lost: called with the reason when the stager is gone.
     """
 
-    def __init__(self, path: str, received: Callable[[Staged], None], lost: Callable[[str], None]) -> None:
+    def __init__(self, path: str, received: Callable[[Staged | SnapshotMissing], None], lost: Callable[[str], None]) -> None:
         self._path = path
         self._received = received
         self._lost = lost
@@ -110,7 +111,7 @@ class StagerLink:
         reason = "the stager ended"
         try:
             while (message := await next_message(reader)) is not None:
-                if isinstance(message, Staged):
+                if isinstance(message, Staged | SnapshotMissing):
                     self._received(message)
                 elif self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -100,6 +101,7 @@ class DeviceMemory(DeviceSpace):
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
         """As `HostMemory.save`; to a disk it goes by way of the host's memory. Raises OSError, RuntimeError."""
         nbytes = layout(footer.manifest).nbytes
+        check_room(Path(path).parent, nbytes)  # before the GPUs' memory is read: on a full disk that is tried often
         fd = _shared_file(nbytes)
         try:
             if self.shards:

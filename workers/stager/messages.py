@@ -119,7 +119,14 @@ class StagerHolds(Message, tag="held"):
     sharded: bool = False
 
 
-FromStager = Reserved | Joined | Staged | StagerHolds
+class SnapshotMissing(Message, tag="snapshot_missing"):
+    """Why the committed weights have no snapshot, in one line. Said after each try that failed. `why` is "" when there is one
+    after all. Answers nothing."""
+
+    why: str = ""
+
+
+FromStager = Reserved | Joined | Staged | StagerHolds | SnapshotMissing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromWorker | FromStager)

@@ -13,7 +13,17 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages.weights import Committed, Join, Joined, ReleaseWeights, Staged
 from enginepool.workers.log import report, say
-from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, Room, StagerHolds, StagerSpec, next_message, packet
+from enginepool.workers.stager.messages import (
+    AskHeld,
+    Reserve,
+    Reserved,
+    Room,
+    SnapshotMissing,
+    StagerHolds,
+    StagerSpec,
+    next_message,
+    packet,
+)
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import remove_all
 from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
@@ -50,7 +60,7 @@ class Stager:
         self._making = asyncio.Lock()
         self._friends = 0
         self._alone_since = time.monotonic()
-        self._snapshots = Snapshots(say)
+        self._snapshots = Snapshots(say, self._snapshot_missing)
         self._leaving: threading.Thread | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -289,6 +299,12 @@ class Stager:
             self.memory_snapshot = message.snapshot
         if kept is not None and message.snapshot:
             self._snapshots.write(kept, message.snapshot)
+        else:
+            self._snapshots.stop_trying()
+
+    def _snapshot_missing(self, why: str) -> None:
+        """Called in a thread: the operator is to hear of it."""
+        self.loop.call_soon_threadsafe(lambda: self._say(SnapshotMissing(why), self._worker))
 
 
 def why(error: Exception) -> str:

@@ -21,6 +21,7 @@ from enginepool.protocol.basis import MAX_CHUNK, FrameSpec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import worst
+from enginepool.protocol.messages import Stage
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import (
     Committed,
@@ -44,13 +45,14 @@ from enginepool.workers.events import (
     Frame,
     LoadPrepared,
     RunWeights,
+    SnapshotReported,
     StagerLost,
     WeightsAnswered,
     WorkerEvent,
 )
 from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
-from enginepool.workers.stager.messages import Reserve, Reserved, Room
+from enginepool.workers.stager.messages import Reserve, Reserved, Room, SnapshotMissing
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentMemoryError
 from enginepool.workers.weights.offer import UpdateRefusal, check_generations, offered_weights
@@ -89,7 +91,7 @@ class WeightExecutor:
         self._roots = roots
         self._feed = feed
         self._spawn = spawn
-        self._stager = StagerLink(stager, self._answer, self._stager_lost)
+        self._stager = StagerLink(stager, self._heard, self._stager_lost)
         self._turn = asyncio.Lock()
         self._buffers = OpenBuffers(engine)
         self._pauses = pauses or EnginePauses(engine)
@@ -264,6 +266,12 @@ class WeightExecutor:
             seconds = await self._buffers.prepare_load(weights)
             self._feed(LoadPrepared(time.monotonic(), message.update, seconds))
             self._answer(Staged(message.update, digest, worst(findings)), weights=weights)
+
+    def _heard(self, message: Staged | SnapshotMissing) -> None:
+        if isinstance(message, SnapshotMissing):
+            self._feed(SnapshotReported(time.monotonic(), Stage("ready", message.why)))
+        else:
+            self._answer(message)
 
     def _stager_lost(self, reason: str) -> None:
         # The memory of the stager is useless now.

@@ -136,7 +136,7 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         prompt_tokens=worker.prompt_tokens,
         cached_tokens=worker.cached_tokens,
         silent_s=round(core.now - worker.heard, 3),
-        detail=_detail(worker.detail, slot),
+        detail=_detail("; ".join(filter(None, (worker.detail, worker.missing_snapshot))), slot),
         restarts=slot.restarts if slot is not None else 0,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,

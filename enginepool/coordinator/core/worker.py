@@ -26,9 +26,9 @@ class Worker:
     __slots__ = (
         "adapters", "asleep", "batches", "busy_until", "cached_tokens", "capabilities", "committed", "cost", "declared",
         "detail", "digest", "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host",
-        "incarnation", "joined", "link", "missing_weights", "name", "named", "order", "pace", "packed_in_a_row",
-        "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens", "sequences", "since",
-        "slot", "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
+        "incarnation", "joined", "link", "missing_snapshot", "missing_weights", "name", "named", "order", "pace",
+        "packed_in_a_row", "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens",
+        "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -68,8 +68,8 @@ class Worker:
         self.asleep: frozenset[MemoryTag] = frozenset()
         #: RESTORING: when it must have the committed weights; MISSING_WEIGHTS: when it is asked for them again
         self.restore_due = 0.0
-        #: why it could not load the committed weights, until it does; and the LoRA adapters that its engine has loaded
-        self.missing_weights, self.adapters = "", WorkerAdapters()
+        #: why it could not load the committed weights, until it does; why they have no snapshot; its engine's LoRA adapters
+        self.missing_weights, self.missing_snapshot, self.adapters = "", "", WorkerAdapters()
         #: it said in this epoch that it dropped the work of earlier ones
         self.epoch_confirmed = False
         self.batches: dict[TaskId, RunningBatch] = {}

@@ -32,9 +32,23 @@ class WorkerReports:
 
     def stage(self, worker: Worker, message: Stage) -> None:
         """A worker says what it does; a new stage has a new deadline."""
+        if message.stage == "ready":  # only the message `ready` makes it so
+            self._snapshot(worker, message.detail)
+            return
         worker.detail = message.detail
         if worker.stage != message.stage:
             report_stage(self.core, worker, message.stage)
+
+    def _snapshot(self, worker: Worker, missing: str) -> None:
+        """A worker says why the committed weights have no snapshot, or "": they have one after all. Stagers of one host write
+        the same file: what several of them say is logged once."""
+        before, worker.missing_snapshot = worker.missing_snapshot, missing
+        others = {other.missing_snapshot for other in worker.group.workers.values() if other is not worker}
+        if missing not in ("", before, *others):
+            self.workers.log(worker, f"worker {worker.name} could not save the committed weights: {missing}")
+        elif before and not missing and not any(others):
+            version = worker.group.version
+            self.workers.log(worker, f"worker {worker.name}: the snapshot of weight version {version} is written")
 
     def ready(self, worker: Worker, message: Ready) -> None:
         """A worker's engine is ready. The first one of a group sets its limits."""

@@ -96,6 +96,7 @@ class UpdateOutcomes:
             message = Committed(update.id, weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
         for worker in list(group.workers.values()):
+            worker.missing_snapshot = ""
             if worker.incarnation not in update.members and worker.capabilities is not None:
                 if not worker.holds:
                     # Its answers would be of the old version. One that holds these weights runs on: it would not drop its work.
