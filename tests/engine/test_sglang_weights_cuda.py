@@ -27,7 +27,7 @@ from enginepool.workers.engine_weights import NewWeights
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.memory import HostMemory
-from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, Room, StagerHolds
+from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, Room, SnapshotMissing, StagerHolds
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_lent import Lending
@@ -128,7 +128,12 @@ def with_stager(
 
     async def run() -> None:
         received: asyncio.Queue[Staged] = asyncio.Queue()
-        link = StagerLink(socket, received.put_nowait, lambda reason: None)
+
+        def heard(message: Staged | SnapshotMissing) -> None:
+            assert isinstance(message, Staged)
+            received.put_nowait(message)
+
+        link = StagerLink(socket, heard, lambda reason: None)
         try:
             await story(link, received)
         finally:

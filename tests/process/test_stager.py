@@ -647,7 +647,7 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         return Shards(nbytes)
 
     async def story() -> None:
-        came: asyncio.Queue[Staged] = asyncio.Queue()
+        came: asyncio.Queue[Staged | staging.SnapshotMissing] = asyncio.Queue()
         one = stager.Stager(staging.StagerSpec(socket=path))
         server = await asyncio.start_unix_server(one.serve, path)
         link = StagerLink(path, came.put_nowait, lambda _: None)
@@ -658,6 +658,7 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         assert stay == [False], "buckets pass through buffers: no other rank may copy them from there"
         async with asyncio.timeout(PATIENCE_S):
             received = await came.get()
+        assert isinstance(received, Staged)
         assert (received.digest, received.code) == (digest, "")
         link.tell(Committed((1, 1), 1, digest, str(snapshot)))
         held = await link.ask(staging.AskHeld(digest), staging.StagerHolds)

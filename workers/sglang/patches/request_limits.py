@@ -15,7 +15,7 @@ from typing import Any
 #: Seconds of the processor that a search for a stop pattern may take. Most take microseconds; one that tries all ways to divide
 #: a text would take years.
 SEARCH_S = 0.1
-#: Seconds that a search may take for so many seconds after one was ended: whoever sends one slow pattern may send many.
+#: Seconds that a search may take for so many seconds after one was ended: a client with one slow pattern may have many.
 WARY_S, CALM_S = 0.01, 10.0
 #: and so many more for each token that all searches of a sequence together may take; few patterns take 20 µs
 SEARCHES_S = 0.0005
