@@ -135,6 +135,8 @@ def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes,
 
     async def story() -> None:
         await publish(first.address, 1)
+        while not (memory_of(config) / OWNER).exists():  # a thread writes it
+            await asyncio.sleep(0.02)
 
     run(story)
     owner = msgspec.json.decode((memory_of(config) / OWNER).read_bytes())

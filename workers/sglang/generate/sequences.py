@@ -335,6 +335,6 @@ def _ending(reason: dict[str, Any] | None, asked: Sampling) -> tuple[Literal["",
         raise why_aborted(reason)
     matched = reason.get("matched")
     if matched == _NOT_FINITE:
-        grammar = next((f", or no token fits {name}" for name in GRAMMARS if getattr(asked, name)), "")
-        raise EngineError(f"the engine computed NaN{grammar}; {_LOOK}")
+        grammar = next((f"perhaps no token fits {name}; " for name in GRAMMARS if getattr(asked, name)), "")
+        raise EngineError(f"the engine computed NaN; {grammar}{_LOOK}")
     return "stop", matched
