@@ -5,7 +5,7 @@ the sequences of all other callers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,13 @@ def why_aborted(reason: Mapping[str, Any]) -> EngineError:
         said = _GRAMMAR.sub(lambda found: f"{'json_schema' if found[1] == 'json' else found[1]}: ", _PLACE.sub("", said))
         return RequestRefused(said[:_MOST_SAID].rstrip(": "))
     return EngineError(f"the engine aborted the sequence: {said[:_MOST_SAID]}")
+
+
+def unreadable(error: re.error, patterns: Sequence[str]) -> RequestRefused:
+    """The error for one of a sequence's stop patterns, which SGLang could not read. It reads them without compiling them, which
+    can take a second for 256 bytes."""
+    at = patterns.index(error.pattern) if isinstance(error.pattern, str) and error.pattern in patterns else 0
+    return RequestRefused(f"stop_regex[{at}]: {error}; a pattern of Python's re")
 
 
 def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -> None:
@@ -77,11 +84,6 @@ def refuse_fatal(task: GenerationTask, can: Capabilities, deterministic: bool) -
             raise EngineError(f"{field}: {temperature:g} is outside 0..{MOST_TEMPERATURE:g}")
     if s.repetition_penalty < LEAST_REPETITION_PENALTY:
         raise EngineError(f"repetition_penalty: {s.repetition_penalty:g}; at least {LEAST_REPETITION_PENALTY}")
-    for at, pattern in enumerate(s.stop_regex):
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise RequestRefused(f"stop_regex[{at}]: {error}; a pattern of Python's re") from None
     if s.sampling_seed is not None and not -_SEEDS <= s.sampling_seed < _SEEDS:
         raise EngineError(f"sampling_seed: {s.sampling_seed} has more than 64 bits")
     if deterministic and s.min_p > 0:

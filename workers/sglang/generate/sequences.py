@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from enginepool.workers.sglang.generate.media import (
 from enginepool.workers.sglang.generate.new_tokens import SchedulerMessages
 from enginepool.workers.sglang.generate.pausing import EnginePausing
 from enginepool.workers.sglang.generate.prefill_admission import Prefill, PrefillAdmission
-from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs, why_aborted
+from enginepool.workers.sglang.generate.sampling import refuse_fatal, sampling_kwargs, unreadable, why_aborted
 from enginepool.workers.sglang.generate.settings import prefill_tokens
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.settings import Running
@@ -232,6 +233,8 @@ class Sequences:
                         _ending(answer["meta_info"]["finish_reason"], self._task.sampling)
         except EngineError:
             raise
+        except re.error as error:
+            raise unreadable(error, self._task.sampling.stop_regex) from None
         except Exception as error:
             raise EngineError(f"the engine refused the task: {media_error(one_line(error))}") from error
         finally:
