@@ -69,6 +69,17 @@ def test_slow_patterns_that_follow_each_other_are_ended_early_and_after_a_while_
     assert again.value.args == (SEARCH_S,), "as it was ended then"
 
 
+def test_a_pattern_that_was_ended_early_for_another_one_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    search = PatternSearch()
+    for pattern in (f"{SLOW}1", SLOW, SLOW):
+        with pytest.raises(SlowPattern):
+            search(pattern, "a" * 64)
+    now += CALM_S
+    assert search(SLOW, "") is None
+
+
 class Req:
     """Of SGLang, as far as it looks for stop patterns."""
 

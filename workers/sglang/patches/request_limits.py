@@ -43,9 +43,9 @@ class PatternSearch:
 
     def __call__(self, pattern: str, text: str) -> re.Match[str] | None:
         """Raises SlowPattern."""
-        if pattern in self._slow:
-            raise SlowPattern(self._slow[pattern])
         most = WARY_S if time.monotonic() < self._wary_until else SEARCH_S
+        if (ended := self._slow.get(pattern, 0.0)) >= most:  # one that was ended early is tried again when it may take longer
+            raise SlowPattern(ended)
         self._end = time.thread_time() + most
         signal.setitimer(signal.ITIMER_REAL, most, most)
         try:
