@@ -129,14 +129,13 @@ class PrefixesChanged(WorkerEvent, frozen=True):
 
 
 class SnapshotReported(WorkerEvent, frozen=True):
-    """The stager says why the committed weights have no snapshot, or that there is one after all, as the coordinator is to hear
-    it."""
+    """What the stager says of the snapshot of the committed weights: a message to the coordinator."""
 
     message: Stage
     frames: tuple[Frame, ...] = ()
 
 
-#: what the coordinator hears as it is
+#: events whose message is sent to the coordinator unchanged
 PassedOn = PrefixesChanged | SnapshotReported
 
 

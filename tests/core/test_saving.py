@@ -158,11 +158,17 @@ def test_a_snapshot_without_room_is_tried_again_until_it_is_written_and_one_line
     assert story.said.get_nowait() == f"the snapshot of version 2 is written: {story.path('b')}" and story.said.empty()
 
 
-@pytest.mark.parametrize("room", [False, True])
-def test_a_snapshot_that_waits_for_room_has_its_last_try_at_the_end(tmp_path: Path, room: bool) -> None:
+def without_room(tmp_path: Path) -> tuple[Story, FullDisk]:
+    """A snapshot of version 2 was tried once, on a full disk, and waits for its next try."""
     story, memory = Story(tmp_path, again_s=PATIENCE_S), FullDisk()
     story.write(2, "b", memory)
     assert story.told.get(timeout=PATIENCE_S) == story.missing(2, "b")
+    return story, memory
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_a_snapshot_that_waits_for_room_has_its_last_try_at_the_end(tmp_path: Path, room: bool) -> None:
+    story, memory = without_room(tmp_path)
     memory.room = room
     story.snapshots.finish()
     assert memory.tries == 2 and story.path("b").exists() == room
@@ -170,9 +176,7 @@ def test_a_snapshot_that_waits_for_room_has_its_last_try_at_the_end(tmp_path: Pa
 
 
 def test_a_snapshot_is_not_tried_again_when_a_later_version_is_committed(tmp_path: Path) -> None:
-    story, old, new = Story(tmp_path, again_s=PATIENCE_S), FullDisk(), FullDisk(room=True)
-    story.write(2, "b", old)
-    assert story.told.get(timeout=PATIENCE_S) == story.missing(2, "b")
+    (story, old), new = without_room(tmp_path), FullDisk(room=True)
     old.room = True
     story.write(3, "c", new)
     assert story.told.get(timeout=PATIENCE_S) == ""
@@ -181,9 +185,7 @@ def test_a_snapshot_is_not_tried_again_when_a_later_version_is_committed(tmp_pat
 
 
 def test_a_snapshot_is_not_tried_again_when_weights_without_one_are_committed(tmp_path: Path) -> None:
-    story, memory = Story(tmp_path, again_s=PATIENCE_S), FullDisk()
-    story.write(2, "b", memory)
-    assert story.told.get(timeout=PATIENCE_S) == story.missing(2, "b")
+    story, memory = without_room(tmp_path)
     memory.room = True
     story.snapshots.stop_trying()
     story.snapshots.finish()
@@ -191,9 +193,7 @@ def test_a_snapshot_is_not_tried_again_when_weights_without_one_are_committed(tm
 
 
 def test_a_snapshot_that_waits_for_room_is_given_up_when_its_memory_changes(tmp_path: Path) -> None:
-    story, memory = Story(tmp_path, again_s=PATIENCE_S), FullDisk()
-    story.write(2, "b", memory)
-    assert story.told.get(timeout=PATIENCE_S) == story.missing(2, "b")
+    story, memory = without_room(tmp_path)
     memory.room = True
     story.snapshots.leave_memory()
     line = f"no snapshot of version 2 in {story.path('b')}: an update came while the one before it was written"
