@@ -134,7 +134,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: the folder, on the hosts of the workers, under which profiles of their engines are written; empty: none is taken
     profile_root: str = ""
     #: fork workers from a process of their host that has imported SGLang; False: each worker imports it; none: fork those
-    #: that use no GPU, because what that saves on GPUs is not measured yet
+    #: that use one GPU or none, because it was not measured with several
     fork_server: bool | None = None
     #: the folder, on the hosts of the workers, in which kernels that were compiled are kept; it counts more than variables
     #: such as TRITON_CACHE_DIR, which SGLang itself sets where it is imported; empty: each library has a place

@@ -13,6 +13,7 @@ started as if there were no fork server.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing.util
@@ -27,6 +28,7 @@ import msgspec
 import numpy
 
 from enginepool.host.fork_server import ForkServer, serve
+from enginepool.workers.log import say
 
 VARIABLE = "ENGINEPOOL_FORK_SERVER"
 #: the first message of a fork server that can be used; any other is the reason why it cannot be
@@ -75,7 +77,7 @@ def main() -> None:
     try:
         with read.noted():
             gpus = _import(spec)
-        why_not = _why_not(gpus)
+        why_not = why_it_cannot_fork(gpus)
     except Exception as error:
         why_not = f"{type(error).__name__}: {error}"
     if why_not:
@@ -108,6 +110,8 @@ def main() -> None:
 def _import(spec: ForkServerSpec) -> int:
     """What workers and the processes of their engines import. Returns the number of GPUs."""
     gc.disable()
+    # Arrow is imported where it is installed, and would start a thread.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     build: Any = importlib.import_module("enginepool.workers.sglang.host.build")
     stand_ins: Any = importlib.import_module("enginepool.workers.sglang.host.without_cuda")
     importlib.import_module("enginepool.workers.sglang.host.engine")
@@ -119,16 +123,25 @@ def _import(spec: ForkServerSpec) -> int:
     return gpus
 
 
-def _why_not(gpus: int) -> str:
-    """Why a process that is forked from this one could not be used; "": it can be. A child looks for the GPUs."""
+def why_it_cannot_fork(gpus: int) -> str:
+    """Why a process that is forked from this one could not be used; "": it can be. A child tries CUDA."""
     torch: Any = importlib.import_module("torch")
     if (pid := os.fork()) == 0:
-        os._exit(torch.cuda.is_available() != bool(gpus))
+        os._exit(bool(gpus) and not _cuda_can_be_used())
     if os.waitpid(pid, 0)[1] or torch.cuda.is_initialized():
         return "an import has initialized CUDA"
     # numpy's threads have ended at the fork, and start again where they are needed.
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    return f"an import has started {threads - 1} threads" if threads > 1 else ""
+    threads = [(int(task.name), (task / "comm").read_text().strip()) for task in Path("/proc/self/task").iterdir()]
+    others = sorted(name for number, name in threads if number != os.getpid())
+    return f"an import has started threads: {', '.join(others)}" if others else ""
+
+
+def _cuda_can_be_used() -> bool:
+    """In a process that was forked. torch may know from its parent how many GPUs there are, and be unable to use them."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
 
 
 def fork_what_is_spawned(server: ForkServer, imported_in: Mapping[str, str], read: set[str]) -> None:
@@ -143,9 +156,12 @@ def fork_what_is_spawned(server: ForkServer, imported_in: Mapping[str, str], rea
 
     def spawnv_passfds(path: bytes | str, args: Sequence[Any], passfds: Sequence[int]) -> int:
         command, now = [os.fsdecode(arg) for arg in args], dict(os.environ)
+        if os.fsdecode(path) != sys.executable or command[-1] != "--multiprocessing-fork":
+            return start(path, args, passfds)
         changed = {name for name in imported_in.keys() | now.keys() if imported_in.get(name) != now.get(name)}
-        other = os.fsdecode(path) != sys.executable or command[-1] != "--multiprocessing-fork"
-        if other or any(name in settled or name.startswith(_READ_AT_LOAD) for name in changed):
+        if late := sorted(name for name in changed if name in settled or name.startswith(_READ_AT_LOAD)):
+            names = ", ".join(late)
+            say(f"a process of the engine is started without the fork server: {names} changed after SGLang was imported")
             return start(path, args, passfds)
         try:
             return server.fork(command[command.index("-c") :], now, {number: number for number in passfds})

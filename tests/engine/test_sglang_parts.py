@@ -23,10 +23,13 @@ import torch
 from enginepool.protocol.messages import Part
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
+from enginepool.workers.fork_server import why_it_cannot_fork
+from enginepool.workers.sglang.host import build
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
 from enginepool.workers.sglang.host.without_cuda import cuda_answered_by_a_child
 from enginepool.workers.sglang.operations.score import head_scores, label_scores
+from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -651,7 +654,10 @@ def test_an_import_that_asks_for_gpus_gets_answers_without_cuda(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, name, real(name, answer))
     utils = SimpleNamespace(get_device_properties=real("triton", {"max_shared_mem": 232448}))
     monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    monkeypatch.setattr("torch._C._get_accelerator", real("accelerator", torch.device("cpu")))
+    torch.get_device_module.cache_clear()
     with cuda_answered_by_a_child():
+        assert torch.get_device_module() is cuda
         kept = cuda.current_device
         assert cuda.is_available() and cuda.device_count() == 2 and kept() == 0
         assert cuda.get_device_capability() == cuda.get_device_capability("cuda:1") == (9, 0)
@@ -660,6 +666,67 @@ def test_an_import_that_asks_for_gpus_gets_answers_without_cuda(monkeypatch: pyt
         assert asked == []
     assert kept() == cuda.current_device() == 1, "what was kept asks CUDA from now on"
     assert asked == ["current_device", "current_device"]
+    torch.get_device_module.cache_clear()
+
+
+def test_a_process_in_which_an_import_has_used_cuda_is_no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process has initialized, those that are forked from it cannot use. torch would still say that there is a GPU."""
+
+    class Cuda:
+        of = 0
+
+        def cuInit(self, flags: int) -> int:
+            self.of = self.of or os.getpid()
+            return 0 if self.of == os.getpid() else 3
+
+    cuda = Cuda()
+    monkeypatch.setattr("ctypes.CDLL", {"libcuda.so.1": cuda}.__getitem__)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "CUDA" not in why_it_cannot_fork(1), "a child has tried it, and this process has not"
+    assert cuda.cuInit(0) == 0
+    assert why_it_cannot_fork(1) == "an import has initialized CUDA"
+
+
+@pytest.mark.parametrize(
+    ("scaled", "given", "found"), [(False, None, "0"), (True, None, None), (False, "1", "1"), (True, "1", "1")]
+)
+def test_a_variable_that_sglang_would_change_after_its_import_is_set_before(
+    monkeypatch: pytest.MonkeyPatch, scaled: bool, given: str | None, found: str | None
+) -> None:
+    """Then the processes of an engine are forked: no import has read anything else. What a user has set stays."""
+    imported: list[tuple[str, str | None]] = []
+
+    def module(name: str) -> Any:
+        imported.append((name, os.environ.get(build.GEMM_VARIABLE)))
+        return SimpleNamespace(DEEPGEMM_SCALE_UE8M0=scaled)
+
+    monkeypatch.setattr("importlib.import_module", module)
+    monkeypatch.setattr(build, "_set_environment", lambda device, *, compiles: device)  # pyright: ignore
+    monkeypatch.delenv(build.GEMM_VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(build.GEMM_VARIABLE, given)
+    build.import_ahead("cuda", compiles=False)
+    assert dict(imported)[modules.REGISTRY] == found
+    monkeypatch.delenv(build.GEMM_VARIABLE, raising=False)
+
+
+def test_threads_that_an_import_has_started_are_named() -> None:
+    code = """
+import importlib, threading
+from enginepool.workers.fork_server import why_it_cannot_fork
+importlib.import_module("torch").set_num_threads(1)
+assert why_it_cannot_fork(0) == "", why_it_cannot_fork(0)
+done = threading.Event()
+thread = threading.Thread(target=done.wait)
+thread.start()
+with open(f"/proc/self/task/{thread.native_id}/comm", "w") as comm:
+    comm.write("poller")
+found = why_it_cannot_fork(0)
+done.set()
+assert found == "an import has started threads: poller", found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gpus_that_differ_are_refused_for_a_common_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -24,6 +25,26 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
 BATCH = RowBatch((RowPart(*ROW, asked=Part([], [1])),))
 REWARD_BATCH = RowBatch((RowPart(*ROW),))
+
+
+class Device(NamedTuple):
+    """Where a pool runs: settings of its group, and how much scores are off there."""
+
+    settings: dict[str, Any]
+    rtol: float
+
+
+ON_A_CPU = Device({"device": "cpu", "dtype": "float32"}, 1e-4)
+#: Kernels on a GPU take bfloat16, of 8 bits.
+ON_A_GPU = Device(
+    {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "fork_server": True,
+        "options": {"sampling_backend": "pytorch", "mem_fraction_static": 0.2},
+    },
+    0.15,
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +130,14 @@ def test_a_closed_engine_leaves_no_process_and_refuses_work(causal: HostedEngine
     assert "closed" in closed.refusal
 
 
+@pytest.mark.parametrize("on", [ON_A_CPU, pytest.param(ON_A_GPU, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 def test_a_pool_that_is_started_as_users_do_it_scores_has_its_worker_back_and_leaves_no_process(
-    processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: Device
 ) -> None:
     """Its fork server imports SGLang, and forks the worker and the one that follows."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = PoolConfig(
-        groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
+        groups={"policy": GroupConfig(model=str(models.causal), **on.settings)},
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
         timing=Timing(silence_s=60.0, starting_s=600.0),
@@ -129,7 +151,7 @@ def test_a_pool_that_is_started_as_users_do_it_scores_has_its_worker_back_and_le
             for killed in (True, False):
                 result = await pool.score([5], [[6, 7]], label_token_ids=[1, 2])
                 want = reference.label_scores([5, 6, 7], (1, 2), False)
-                np.testing.assert_allclose(result.scores[0], want, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(result.scores[0], want, rtol=on.rtol, atol=1e-5)
                 [worker] = (await pool.status()).groups[0].workers
                 host = psutil.Process(worker.pid)
                 family = [host, *host.children(recursive=True)]
@@ -140,6 +162,7 @@ def test_a_pool_that_is_started_as_users_do_it_scores_has_its_worker_back_and_le
             return families
 
     family = asyncio.run(scenario())
-    assert not [line for line in daemon.lines if "fork server" in line]
+    logs = [path.read_text().splitlines() for path in (tmp_path / "state").rglob("*.log")]
+    assert logs and not [line for line in sum(logs, daemon.lines) if "fork server" in line], "all were forked"
     assert daemon.end() == 0
     assert psutil.wait_procs(family, timeout=CLOSE_S)[1] == []

@@ -136,7 +136,9 @@ class Recorder:
         return 2
 
 
-def test_what_multiprocessing_spawns_is_forked_unless_it_reads_something_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_multiprocessing_spawns_is_forked_unless_it_reads_something_new(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder: Any = Recorder()
     util: Any = multiprocessing.util
     monkeypatch.setattr(util, "spawnv_passfds", recorder.start)
@@ -155,10 +157,30 @@ def test_what_multiprocessing_spawns_is_forked_unless_it_reads_something_new(mon
     monkeypatch.setenv("NOT_READ", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert spawned() == 1
+    assert capsys.readouterr().err == ""
     for name in ("READ", "LD_PRELOAD", "OMP_NUM_THREADS"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "other")
             assert spawned() == 2
+        assert f"without the fork server: {name} changed after SGLang was imported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpus", "forked"),
+    [
+        ({}, True, True),
+        ({}, False, True),
+        ({"options": {"tp_size": 2}}, False, True),
+        ({"options": {"tp_size": 2}}, True, False),
+        ({"options": {"tp_size": 2}, "fork_server": True}, True, True),
+        ({"fork_server": False}, False, False),
+        ({"engine": "sim", "fork_server": True}, False, False),
+    ],
+)
+def test_workers_with_several_gpus_are_forked_only_where_their_group_says_so(
+    options: dict[str, Any], on_gpus: bool, forked: bool
+) -> None:
+    assert fork_servers.is_wanted(GroupConfig(model="m", **options), on_gpus=on_gpus) == forked
 
 
 # --- a launcher --------------------------------------------------------------------------------------------------------

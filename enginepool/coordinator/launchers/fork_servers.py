@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from enginepool.config import GroupConfig
+from enginepool.config import GroupConfig, gpus_per_worker
 from enginepool.coordinator.launchers.exit_reasons import how_it_ended
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
@@ -29,6 +29,12 @@ _READY = b"ready"
 
 #: called with the server, or with None if workers are to be started without one
 Usable = Callable[[ForkServer | None], object]
+
+
+def is_wanted(group: GroupConfig, *, on_gpus: bool) -> bool:
+    """Whether the workers of `group` are forked. A simulated engine imports little."""
+    by_default = not on_gpus or gpus_per_worker(group) == 1
+    return group.engine == "sglang" and (by_default if group.fork_server is None else group.fork_server)
 
 
 class _Server:

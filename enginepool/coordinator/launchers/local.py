@@ -32,7 +32,7 @@ from enginepool.coordinator.launchers.exit_reasons import (
     how_it_ended,
     last_line,
 )
-from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable
+from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable, is_wanted
 from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.coordinator.shell.adapter_store import STORE
@@ -140,10 +140,9 @@ class LocalLauncher:
         return incarnation in self._waiting or incarnation in self._workers
 
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
-        """Call `then` with the fork server of this worker. A simulated engine imports little, and is started without one."""
+        """Call `then` with the fork server of this worker."""
         config = self._config.groups[group]
-        wanted = not self._gpus.get(group) if config.fork_server is None else config.fork_server
-        if config.engine == "sglang" and wanted:
+        if is_wanted(config, on_gpus=bool(self._gpus.get(group))):
             self._fork_servers.when_usable(config, self._environment(group, index), then)
         else:
             then(None)

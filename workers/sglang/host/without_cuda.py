@@ -52,6 +52,8 @@ def cuda_answered_by_a_child() -> Generator[int]:
         replace(torch.cuda, "device_count", lambda: len(devices))
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "get_device_properties", lambda *device: devices[_index(torch, *device)])
+        if gpus:  # what `torch.get_device_module` asks
+            replace(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
         if gpus and all(gpu.triton for gpu in gpus):
             replace(_triton(), "get_device_properties", [gpu.triton for gpu in gpus].__getitem__)
         try:

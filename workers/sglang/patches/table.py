@@ -10,6 +10,7 @@ from enginepool.workers.sglang.patches.mixed_table import OF_MIXED
 from enginepool.workers.sglang.patches.modules import (
     ADAPTERS,
     BATCH,
+    DEEP_GEMM,
     DETOKENIZER,
     ENGINE,
     FLASHINFER,
@@ -71,6 +72,7 @@ PRIVATE: tuple[Private, ...] = (
     *_private(
         "host/build.py", PAGES, ("alloc_decode_naive", "read", "whether a CPU has pages"), optional=True,
     ),
+    *_private("host/build.py", DEEP_GEMM, ("DEEPGEMM_SCALE_UE8M0", "read", "a variable that SGLang sets after its import")),
     *_private(
         "host/process.py", SCHEDULER,
         ("run_scheduler_process", "called", "ports are replaced by place", "server_args, port_args, ..."),
