@@ -1,7 +1,7 @@
 """How soon does a worker that was killed answer again, and how long does a pool take to its first answer?
 
-    python -m bench.restart [--before TREE] [--model DIR] [--device cpu] [--fork-server] [--repeat 3] [--kills 1]
-                            [--quick] [--json FILE]
+    python -m bench.restart [--before TREE] [--model DIR] [--device cpu] [--repeat 3] [--kills 1] [--quick]
+                            [--json FILE]
 
 A pool of one worker is started and scores. Its worker is killed by SIGKILL, and the next request waits for its successor.
 TREE is a checkout of another commit. Its pools and those of this tree take turns, and are compared in pairs.
@@ -59,9 +59,6 @@ def main() -> None:
     options.add_argument("--before", type=Path, metavar="TREE", help="a checkout of the commit to compare with")
     options.add_argument("--model", help="a checkpoint; left out, a tiny one is made")
     options.add_argument("--device", default="cpu")
-    options.add_argument(
-        "--fork-server", action="store_true", help="this tree's workers are forked, as they are on a CPU without asking"
-    )
     options.add_argument("--repeat", type=int, default=3, help="pools that are started of each tree")
     options.add_argument("--kills", type=int, default=1, help="of the worker of each pool")
     args = options.parse_args()
@@ -74,8 +71,7 @@ def main() -> None:
         for number in range(1 if args.quick else args.repeat):
             turn = range(len(trees))
             for which in reversed(turn) if number % 2 else turn:
-                own = {"fork_server": True} if args.fork_server and not which else {}
-                first, again = run(trees[which], settings | own, args.kills)
+                first, again = run(trees[which], settings, args.kills)
                 starts[which].append(first)
                 kills[which] += again
                 sys.stderr.write(f"{trees[which]}: {first:.1f} s; after kills {', '.join(f'{s:.1f}' for s in again)} s\n")
