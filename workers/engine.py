@@ -244,8 +244,9 @@ class Engine(Protocol):
         for a cross-encoder, unless `raw`, those of the pair. Raises WireError `bad_request`, or EngineError."""
         ...
 
-    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        """The text of each row of token ids, which are in the vocabulary. Raises EngineError."""
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool, long: bool = False) -> list[str]:
+        """The text of each row of token ids, which are in the vocabulary. `long`: it may take seconds, and others must not wait
+        for it. Raises EngineError."""
         ...
 
     async def score(self, batch: RowBatch) -> BatchOutcome:

@@ -317,8 +317,8 @@ class WorkerProcess:
     async def _tokenize(self, run: RunTokenize) -> tuple[Tokenized, tuple[Frame, ...]]:
         task = run.task.task
         if run.task.operation == "decode":
-            rows = decode_ids(run.task, run.frames)
-            texts = await self.engine.decode(rows, skip_special_tokens=run.task.skip_special_tokens)
+            asked, rows = run.task, decode_ids(run.task, run.frames)
+            texts = await self.engine.decode(rows, skip_special_tokens=asked.skip_special_tokens, long=asked.long)
             return encode_texts(task, texts)
         try:
             found = await self.engine.tokenize(decode_texts(run.task, run.frames))

@@ -114,7 +114,7 @@ class Tokenize(Message, tag="tokenize"):
     such labels are not sent: then there are no frames. `chat`: items are chats.
     Of `operation` `decode` the frames are token ids, whose texts are wanted; `skip_special_tokens`: without special tokens.
     `add_special_tokens`: of `operation` `tokenize`, rows have those that the tokenizer adds. `share`: the tokens that all rows
-    begin with may be answered once, as a query."""
+    begin with may be answered once, as a query. `long`: it is tokenized next to others."""
 
     task: TaskId
     frames: list[FrameSpec]
@@ -128,3 +128,4 @@ class Tokenize(Message, tag="tokenize"):
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     share: bool = False
+    long: bool = False

@@ -97,7 +97,7 @@ def check_machine(machine: Machine) -> None:
 
 
 def check_group(group: Group) -> None:
-    for queue in (group.queue, group.suspects, group.texts):
+    for queue in (group.queue, group.suspects, group.texts, group.long_texts):
         check_queue(queue)
     check_version_queue(group.version_queue)
     assert group.cut.keys() <= group.live.keys(), group.cut
@@ -121,7 +121,8 @@ def check_group(group: Group) -> None:
         assert not group.trial.worker.open, group.trial
         assert group.trial.id in group.trial.worker.batches or group.trial.id in group.trial.worker.texts, group.trial
     if group.down:
-        assert group.queue.head() is None and group.suspects.head() is None and group.texts.head() is None, group.down
+        queues = (group.queue, group.suspects, group.texts, group.long_texts)
+        assert not any(queue.head() for queue in queues), group.down
 
 
 def check_worker(worker: Worker) -> None:
@@ -172,7 +173,9 @@ def _check_sums(worker: Worker) -> None:
         assert worker.sequences == sum([b.rows for b in tasks]), worker
         generating = [b.slices[0][0].priority for b in tasks]
         assert worker.priorities == {priority: generating.count(priority) for priority in generating}, worker
-    assert worker.text_bytes == sum([request.work.nbytes for request, _ in worker.texts.values()]), worker
+    assert worker.texts.nbytes == sum([request.work.nbytes for request, _ in worker.texts.short.values()]), worker
+    assert all(request.long_text == long for long in (False, True) for request, _ in worker.texts.lanes[long].values()), worker
+    assert len(worker.texts.long) <= 1, worker
 
 
 def check_slot(slot: WorkerSlot) -> None:

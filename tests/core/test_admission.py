@@ -4,10 +4,10 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.text_lanes import MOST_TEXTS
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests import texts as request_texts
 from enginepool.coordinator.requests.memory import NO_MEMORY_MS, charge
-from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.messages import FrameSpec, Tokenize
 from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
 
@@ -134,8 +134,8 @@ def test_a_text_without_a_request_leaves_the_count_of_its_worker_when_that_has_t
         assert isinstance(sent.message, Tokenize)
         pool.do(ev.TextTokenized(0, sent.link, sent.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
         assert len(texts(pool.sent)) == MOST_TEXTS + count
-    assert {request.id for request, _ in worker.texts.values()} == set(range(100, 100 + MOST_TEXTS))
-    assert worker.text_bytes == MOST_TEXTS * text("q", ["y"]).nbytes
+    assert {worker.texts[task].id for task in worker.texts} == set(range(100, 100 + MOST_TEXTS))
+    assert worker.texts.nbytes == MOST_TEXTS * text("q", ["y"]).nbytes
 
 
 def test_one_client_may_send_low_ones_and_then_a_high_one() -> None:

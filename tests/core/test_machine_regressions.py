@@ -7,7 +7,7 @@ from enginepool.config import RestartConfig, Timing
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.scheduling.batches import MOST_TEXTS, TEXT_BYTES
+from enginepool.coordinator.core.text_lanes import MOST_TEXTS, TEXT_BYTES
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Idle, Ready, Stage, Tokenize
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
 

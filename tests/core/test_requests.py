@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.core.text_lanes import MOST_TEXTS
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.requests.memory import answer_bytes, request_bytes
 from enginepool.coordinator.requests.reply_cache import OVERHEAD, ReplyCache
-from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,

@@ -1,12 +1,18 @@
-"""A model without a tokenizer of its own takes token ids only, and what one token adds to a text is known."""
+"""A model without a tokenizer of its own takes token ids only, what one token adds to a text is known, and a long text is
+tokenized next to others."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from enginepool.protocol.messages import Tokenize
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
-from enginepool.workers.sglang.text.engine_tokenizer import token_bytes
+from enginepool.workers.sglang.text.engine_tokenizer import EngineTokenizer, token_bytes
+from enginepool.workers.texts import TextTask
+from tests.core.machines import CAN
 
 
 class Tokenizer:
@@ -52,3 +58,65 @@ def test_the_longest_text_of_a_token_is_found_without_decoding_the_whole_vocabul
     decoder = Decoder(**many, ĠĠĠĠĠĠĠĠĠĠĠĠ=" " * 12, Ġabcdefg=" abcdefg", äää="\ufffd" * 3)
     assert token_bytes(decoder) == 13 and decoder.decoded < 5
     assert token_bytes(None) == token_bytes(object()) == 0
+
+
+class Slow:
+    """A tokenizer that waits at a text of its own, in which it finds the token 1, and finds the token 2 in others."""
+
+    def __init__(self) -> None:
+        self.let, self.users = threading.Event(), set[str]()
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        self.users.add(threading.current_thread().name)
+        if texts == ["slow"]:
+            assert self.let.wait(10.0)
+        return {"input_ids": [[1 if text == "slow" else 2] for text in texts]}
+
+    def __deepcopy__(self, memo: Any) -> "Slow":
+        other = Slow()
+        other.let = self.let
+        return other
+
+
+class Whole(Slow):
+    """One that cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> "Slow":
+        raise RuntimeError("it has a thread of its own")
+
+
+async def _ids(tokenizer: EngineTokenizer, slow: Slow, text: str, *, long: bool = False) -> list[list[int]]:
+    tm = SimpleNamespace(tokenizer=slow, model_config=None)
+    task = TextTask([("", text)], Tokenize((1, 1), [], long=long))
+    return (await tokenizer.ids(tm, task, CAN)).rows
+
+
+def test_a_short_text_does_not_wait_for_a_long_one() -> None:
+    async def act() -> None:
+        tokenizer, slow = EngineTokenizer(), Slow()
+        long = asyncio.create_task(_ids(tokenizer, slow, "slow", long=True))
+        more = asyncio.create_task(_ids(tokenizer, slow, "more", long=True))
+        for _ in range(3):
+            assert await asyncio.wait_for(_ids(tokenizer, slow, "short"), 10.0) == [[2]]
+        assert not long.done() and not more.done() and len(slow.users) == 1, "the original is used in one thread"
+        slow.let.set()
+        assert (await long, await more) == ([[1]], [[2]])
+        tokenizer.close()
+
+    asyncio.run(act())
+
+
+def test_a_tokenizer_that_cannot_be_copied_does_one_text_after_the_other_and_says_so_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def act() -> None:
+        tokenizer, slow = EngineTokenizer(), Whole()
+        long = asyncio.create_task(_ids(tokenizer, slow, "slow", long=True))
+        short = asyncio.create_task(_ids(tokenizer, slow, "short"))
+        slow.let.set()
+        assert (await long, await short) == ([[1]], [[2]])
+        assert await _ids(tokenizer, slow, "more", long=True) == [[2]] and len(slow.users) == 1
+        assert capsys.readouterr().err.count("cannot be copied: RuntimeError: it has a thread of its own") == 1
+        tokenizer.close()
+
+    asyncio.run(act())

@@ -34,6 +34,7 @@ def main() -> int:
         "--sleeping", action="store_true", help="callers pause groups, put engines to sleep, and let them go on"
     )
     parser.add_argument("--adapting", action="store_true", help="adapters are loaded, replaced and unloaded")
+    parser.add_argument("--lengthy", action="store_true", help="many texts count as long")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -64,6 +65,7 @@ def main() -> int:
                 talking=args.talking,
                 sleeping=args.sleeping,
                 adapting=args.adapting,
+                lengthy=args.lengthy,
             )
         except Failed as failure:
             out(f"{failure}\n")

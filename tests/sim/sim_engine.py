@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from enginepool.coordinator.scheduling.batches import MOST_TEXTS
+from enginepool.coordinator.core.text_lanes import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize
 from enginepool.protocol.messages.adapters import AdapterChanged, ChangeAdapter
@@ -129,8 +129,9 @@ class SimEngine:
         self.asleep: set[MemoryTag] = set()
         #: the command that put it to sleep last
         self._slept: TaskId = (0, 0)
-        #: with the tokenizer, which takes one after the other
+        #: with the tokenizer, which takes one after the other, and long ones at the same time
         self._texts: deque[RunTokenize] = deque()
+        self._long_texts: deque[RunTokenize] = deque()
 
     @property
     def stuck(self) -> bool:
@@ -396,22 +397,24 @@ class SimEngine:
         """A tokenizer takes one text after the other, during forwards."""
         if self.dead:
             return
-        texts, epoch = self._texts, run.task.task[0]
+        long, epoch = run.task.long, run.task.task[0]
+        texts = self._long_texts if long else self._texts
         texts.append(run)
         mine = sum(one.task.task[0] == epoch for one in texts)
-        assert mine <= MOST_TEXTS, f"{self.host.name}: {mine} texts"
+        assert mine <= (1 if long else MOST_TEXTS), f"{self.host.name}: {mine} texts"
         if len(texts) == 1:
-            self._next_text()
+            self._next_text(texts)
 
-    def _next_text(self) -> None:
-        self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenized)
+    def _next_text(self, texts: deque[RunTokenize]) -> None:
+        longer = 50 if texts is self._long_texts else 1
+        self.world.after(self.slow * longer * self.world.between(0.0001, 0.005), self._tokenized, texts)
 
-    def _tokenized(self) -> None:
+    def _tokenized(self, texts: deque[RunTokenize]) -> None:
         if self.dead or self.hangs:
             return
-        run = self._texts.popleft()
-        if self._texts:
-            self._next_text()
+        run = texts.popleft()
+        if texts:
+            self._next_text(texts)
         if run.task.operation == "decode":
             ids = rows_of(run.frames[0], run.frames[1])
             self.oracle.works(uid_of(ids[0]), self.host.stager.name)

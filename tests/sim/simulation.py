@@ -11,9 +11,11 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from random import Random
 from typing import NamedTuple
+from unittest import mock
 
 import msgspec
 
+from enginepool.coordinator.core import request
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import AdapterVersion, GroupWeights
 from enginepool.protocol.messages import Message
@@ -44,6 +46,8 @@ PATIENCE_S = 120.0
 SETTLED_S = 15.0
 #: of the first coordinator, and from each one to the next: more than what a raised epoch is above the one that was heard
 FIRST_EPOCH = 1 << 21
+#: bytes of long texts of `lengthy` schedules, in which the others are as short
+LONG_TEXT = 100
 
 
 class Failed(AssertionError):
@@ -454,6 +458,7 @@ def simulate(
     talking: bool = False,
     sleeping: bool = False,
     adapting: bool = False,
+    lengthy: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, workers of most groups pack; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -464,7 +469,7 @@ def simulate(
     with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups;
     with `generating`, workers generate as well, and most calls ask for that; with `talking` too, callers go on after
     what was generated; with `sleeping`, callers put engines to sleep and wake them; with `generating` and `adapting`,
-    adapters are loaded, replaced and unloaded.
+    adapters are loaded, replaced and unloaded; with `lengthy`, many texts count as long.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -473,12 +478,12 @@ def simulate(
         "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
         "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
         "commanding": commanding, "generating": generating, "talking": talking, "sleeping": sleeping,
-        "adapting": adapting,
+        "adapting": adapting, "lengthy": lengthy,
     }  # fmt: skip
     world = World(seed, say)
     # Each option draws from a source of its own, so that a seed means the same with and without the others.
     sources = [Random(seed + place) if on else None for place, on in enumerate(options.values())]
-    *sources, talks, sleeps, adapts = sources
+    *sources, talks, sleeps, adapts, _ = sources
     plan = Plan(world.random, workers, *sources, sleeping=sleeps)
     if adapts is not None:
         plan.adapt(adapts)
@@ -486,7 +491,8 @@ def simulate(
     if talks is not None:
         simulation.talk(talks)
     try:
-        with short_blocks() if talking else nullcontext(), bounded(plan.packing):
+        long = mock.patch.object(request, "LONG_TEXT", LONG_TEXT) if lengthy else nullcontext()
+        with short_blocks() if talking else nullcontext(), bounded(plan.packing), long:
             return simulation.run()
     except Exception as error:
         recent = "\n".join(line(*entry) for entry in simulation.world.recent)

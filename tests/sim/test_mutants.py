@@ -13,6 +13,7 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import TEXT
+from enginepool.coordinator.core.text_lanes import TextLanes
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet import slots
@@ -134,10 +135,10 @@ def texts_are_first_in_first_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_worker_gets_any_number_of_texts(patch: pytest.MonkeyPatch) -> None:
-    def takes_text(_: Worker) -> bool:
+    def takes(_: TextLanes, *, long: bool) -> bool:
         return True
 
-    patch.setattr(batching, "takes_text", takes_text)
+    patch.setattr(TextLanes, "takes", takes)
 
 
 def priority_is_forgotten(patch: pytest.MonkeyPatch) -> None:

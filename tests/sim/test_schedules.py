@@ -245,3 +245,12 @@ def test_a_queue_that_is_too_small_for_all_loses_nothing_either(chunk: int) -> N
         outcome = simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=seed % 3 == 0, crowded=True)
         answers += outcome.answers.get("result", 0)
     assert answers > SEEDS * 50
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_texts_of_which_many_are_long_are_tokenized_next_to_each_other_and_lose_nothing_either(chunk: int) -> None:
+    answers = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        outcome = simulate(seed, 1 + seed % 8, updates=seed % 3 == 0, stops=seed % 4 == 0, lengthy=True)
+        answers += outcome.answers.get("result", 0)
+    assert answers > SEEDS * 30

@@ -14,9 +14,9 @@ from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
 from enginepool.coordinator.core.states import WorkerState
+from enginepool.coordinator.core.text_lanes import LEAST_TEXTS, TEXT_BYTES
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
-from enginepool.coordinator.scheduling.batches import LEAST_TEXTS, TEXT_BYTES, takes_text
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
@@ -84,7 +84,7 @@ class Watch:
             if type(message) is m.Tokenize and message.task not in self._sent:
                 self._sent.add(message.task)
                 worker = core.worker_links[effect.link]
-                texts.append((worker, worker.texts[message.task][0]))
+                texts.append((worker, worker.texts[message.task]))
             elif type(message) is m.Batch and message.batch not in self._sent:
                 self._sent.add(message.batch)
                 header = len(encode_header(message))
@@ -199,13 +199,14 @@ class Watch:
     def _no_idle_worker(self, group: Group) -> None:
         if group.resume_at:
             return  # an engine of it ran out of memory
-        if not (group.queue.size or group.suspects.size or group.texts.size):
+        if not (group.queue.size or group.suspects.size or group.texts.size or group.long_texts.size):
             return
         worker = group.routing.least() if group.routing.open else None
         if worker is None:
             return
-        first = group.texts.head()
-        assert first is None or not takes_text(worker), f"a text waits, but {worker} is free"
+        for queue, long in ((group.texts, False), (group.long_texts, True)):
+            first = queue.head()
+            assert first is None or not worker.texts.takes(long=long), f"a text waits, but {worker} is free"
         if worker.batches or worker.texts:
             return
         first = group.queue.head()
@@ -214,11 +215,15 @@ class Watch:
 
     def _text_in_order(self, worker: Worker, request: Request) -> None:
         """A text was given to a worker: what that has is bounded, and no text of a higher priority waits."""
-        others = worker.text_bytes - request.work.nbytes
-        assert len(worker.texts) <= LEAST_TEXTS or others < 2 * TEXT_BYTES, f"{worker} has {worker.text_bytes} bytes of text"
-        group = request.group
+        texts, group = worker.texts, request.group
+        others = texts.nbytes - request.work.nbytes
+        assert request.long_text or len(texts.short) <= LEAST_TEXTS or others < 2 * TEXT_BYTES, (
+            f"{worker} has {texts.nbytes} bytes"
+        )
+        assert len(texts.long) <= 1, f"{worker} has several long texts"
         if group.config.ageing_s is None and not request.suspect:
-            first = min(group.texts.waiting(), key=_rank, default=request)
+            queue = group.long_texts if request.long_text else group.texts
+            first = min(queue.waiting(), key=_rank, default=request)
             assert _rank(request) <= _rank(first), f"the text of {request} was given to a worker before that of {first}"
 
     def _in_order(self, group: Group, batches: Sequence[RunningBatch], back: set[Request]) -> None:
@@ -281,9 +286,10 @@ class Watch:
         for group in core.groups.values():
             for slot in group.slots[self.steadfast.get(group.name, len(group.slots)) :]:
                 assert core.draining or not slot.retired_reason, f"given up: {slot.name} {slot.retired_reason}"
-            for queue in (group.queue, group.suspects, group.texts):
+            for queue in (group.queue, group.suspects, group.texts, group.long_texts):
                 _bounded(queue)
-            assert all(r.state == TEXT for r in group.texts.waiting()), group.texts.waiting()
+            for queue, long in ((group.texts, False), (group.long_texts, True)):
+                assert all(r.state == TEXT and r.long_text == long for r in queue.waiting()), queue.waiting()
             waiting = [r for client in core.clients.values() for r in client.live.values() if r.state == QUEUED]
             listed = {id(r) for queue in (group.queue, group.suspects, group.version_queue) for r in queue.waiting()}
             assert all(id(r) in listed for r in waiting if r.group is group), "a request waits in no queue"

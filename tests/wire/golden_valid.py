@@ -1200,6 +1200,7 @@ def _to_worker() -> list[Valid]:
                 "raw": True,
                 "operation": "tokenize",
                 "add_special_tokens": False,
+                "long": True,
             },
             _EMBED_TEXT,
         ),

@@ -219,7 +219,7 @@ class SimEngine:
             raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")
         return text_ids(task, self.options.separator)
 
-    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool, long: bool = False) -> list[str]:
         """As `text.decoded` says."""
         return [decoded(row, skip_special_tokens=skip_special_tokens) for row in rows]
 

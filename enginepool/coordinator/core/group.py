@@ -34,8 +34,8 @@ class Group:
 
     __slots__ = (
         "adapters", "blocked", "capabilities", "config", "counts", "cut", "down", "exact", "first_answer", "halvings",
-        "heard_committed", "history", "holds", "label_ids", "learned", "live", "lost_external", "name", "on_hold", "peak",
-        "peak_at", "prefixes", "process_group", "queue", "reserved_worker", "resume_at", "routing", "running",
+        "heard_committed", "history", "holds", "label_ids", "learned", "live", "long_texts", "lost_external", "name", "on_hold",
+        "peak", "peak_at", "prefixes", "process_group", "queue", "reserved_worker", "resume_at", "routing", "running",
         "running_tokens", "slots", "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting",
         "weights", "weights_lost", "woken", "workers", "zeros",
     )  # fmt: skip
@@ -110,8 +110,9 @@ class Group:
         self.version_queue: VersionQueue[Request] = VersionQueue()
         #: live requests that name one exact version
         self.exact: ExactVersions[Request] = ExactVersions()
-        #: text requests that no worker tokenizes yet, suspects aside
+        #: text requests that no worker tokenizes yet, suspects aside: short ones and long ones
         self.texts: Queue[Request] = Queue()
+        self.long_texts: Queue[Request] = Queue()
         #: requests in TEXT or QUEUED, requests in RUNNING, the tokens of all of them, and of those in RUNNING
         self.waiting = 0
         self.running = 0

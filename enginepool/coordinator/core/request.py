@@ -57,6 +57,8 @@ class Client:
         return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
 
 
+#: bytes of rows that are text: a tokenizer takes a tenth of a second or more for so many
+LONG_TEXT = 256 << 10
 #: never changed
 _NONE: list[str] = []
 
@@ -131,11 +133,19 @@ class Request:
             self.left = sum(end - start for start, end in self.back)
 
     @property
+    def long_text(self) -> bool:
+        """A tokenizer is busy with it for long, and does others at the same time."""
+        work = self.work
+        return work.tokens > LONG_TEXT and (work.of_text or work.operation.of_tokenizer)
+
+    @property
     def queue(self) -> "Queue[Request] | VersionQueue[Request]":
         """Where it waits, when it does."""
         group = self.group
         if self.state == TEXT:
-            return group.suspects if self.suspect else group.texts
+            if self.suspect:
+                return group.suspects
+            return group.long_texts if self.long_text else group.texts
         if self.min_version > group.version:
             return group.version_queue
         return group.suspects if self.suspect else group.queue

@@ -262,15 +262,12 @@ def shrink_batch(core: Context, batch: RunningBatch, cost: int) -> None:
 
 def start_text(worker: Worker, task: TaskId, request: Request, due: float) -> None:
     """A worker is given a text to tokenize."""
-    worker.texts[task] = (request, due)
-    worker.text_bytes += request.work.nbytes
+    worker.texts.add(task, request, due)
 
 
 def end_text(core: Context, worker: Worker, task: TaskId) -> Request | None:
     """A text is tokenized, lost or taken back; None when the worker does not have it."""
-    request, _ = worker.texts.pop(task, (None, 0.0))
-    if request is not None:
-        worker.text_bytes -= request.work.nbytes
+    request = worker.texts.pop(task)
     trial = worker.group.trial
     if trial is not None and trial.id == task:
         _end_trial(core, worker)

@@ -3,14 +3,14 @@
 `states` tells its life. `transitions` alone changes its state, its tasks, and the facts that its state follows from.
 """
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.group_adapters import WorkerAdapters
 from enginepool.coordinator.core.participants import with_worker
-from enginepool.coordinator.core.request import Request, RunningBatch
+from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.states import WorkerState
+from enginepool.coordinator.core.text_lanes import TextLanes
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.protocol.messages import Capabilities, TaskId
 from enginepool.protocol.messages.control import MemoryTag
@@ -28,7 +28,7 @@ class Worker:
         "detail", "digest", "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host",
         "incarnation", "joined", "link", "missing_snapshot", "missing_weights", "name", "named", "order", "pace",
         "packed_in_a_row", "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens",
-        "sequences", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts", "unread_media", "version",
+        "sequences", "since", "slot", "stage", "stamp", "state", "texts", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -82,10 +82,8 @@ class Worker:
         self.generations = self.sequence_tokens = self.sequences = 0
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
-        #: its text requests, in the order in which it tokenizes them, and when each must be done; that of the first one counts
-        self.texts: OrderedDict[TaskId, tuple[Request, float]] = OrderedDict()
-        #: bytes of `texts`
-        self.text_bytes = 0
+        #: its text requests
+        self.texts = TextLanes()
         self.done = 0
         #: tokens of the prompts that it began with, and of them, those that its engine had in its prefix cache
         self.prompt_tokens = self.cached_tokens = 0

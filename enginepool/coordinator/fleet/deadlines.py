@@ -58,10 +58,8 @@ class WorkerDeadlines:
             for batch in () if stands_still else worker.owed():
                 if now > batch.deadline:
                     return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
-        for _, due in worker.texts.values():
-            if now > due:
-                return "a text was not tokenized in time"
-            break
+        if (due := worker.texts.due()) is not None and now > due:
+            return "a text was not tokenized in time"
         if worker.state is WorkerState.RESTORING and now > worker.restore_due:
             return "the committed weights were not restored in time"
         return ""
@@ -84,8 +82,7 @@ class WorkerDeadlines:
             for batch in worker.batches.values():
                 batch.deadline += gap
                 batch.late += gap
-            for task, (request, due) in worker.texts.items():
-                worker.texts[task] = request, due + gap
+            worker.texts.extend(gap)
         self.slots.extend(gap)
         for client in self.core.clients.values():
             client.heard += gap

@@ -77,8 +77,8 @@ class Registration:
         # Batches that were sent on the old link may be lost, so they are sent again. The worker runs a batch id once.
         for batch in worker.batches.values():
             post_batch(core, batch)
-        for task, (request, _) in worker.texts.items():
-            post_text(core, worker, task, request)
+        for task in worker.texts:
+            post_text(core, worker, task, worker.texts[task])
         core.secondary.append(WorkerReturned(worker))
 
     def settings(self, e: ev.SettingsAsked) -> None:

@@ -83,7 +83,7 @@ class WorkerRegistry:
             end_batch(self.core, batch)
             self.requests.returned(batch)
         trial = worker.group.trial
-        for task in list(worker.texts):
+        for task in worker.texts:
             alone = trial is not None and trial.id == task
             text = end_text(self.core, worker, task)
             if text is not None:

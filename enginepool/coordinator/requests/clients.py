@@ -174,6 +174,7 @@ class ClientRegistry:
                 group.queue.move(client)
                 group.suspects.move(client)
                 group.texts.move(client)
+                group.long_texts.move(client)
                 group.blocked = None
                 self.core.wake(group)
 

@@ -313,6 +313,7 @@ class RequestLifecycle:
             group.queue.sort()
             group.suspects.sort()
             group.texts.sort()
+            group.long_texts.sort()
 
     def refit(self, group: Group) -> None:
         """Budgets are smaller than they were: a request that no worker takes any more is refused, also while it runs. It would

@@ -15,12 +15,13 @@ from enginepool.protocol.messages import Result, Timings, Usage
 
 def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -> None:
     """The ids of a text request, or why there are none."""
-    oldest = next(iter(worker.texts), None) == e.task
+    short = worker.texts.short
+    oldest = next(iter(short), None) == e.task
     request = end_text(requests.core, worker, e.task)
-    if oldest and worker.texts:
-        # A tokenizer works on one text at a time. The deadline of the next text starts now.
-        task, (text, due) = next(iter(worker.texts.items()))
-        worker.texts[task] = text, max(due, text_due(requests.core, text))
+    if oldest and short:
+        # A tokenizer works on one short text at a time. The deadline of the next one starts now.
+        task, (text, due) = next(iter(short.items()))
+        short[task] = text, max(due, text_due(requests.core, worker, text))
     if request is None or request.state == DONE:
         return
     if e.message:
@@ -71,18 +72,19 @@ def _answered(requests: RequestLifecycle, worker: Worker, request: Request, e: e
 
 
 def texts_lost(requests: RequestLifecycle, worker: Worker, reason: str) -> None:
-    """A worker is lost while it has texts. The first text was being tokenized: it runs alone from now on. The others wait
-    again.
+    """A worker is lost while it has texts. The first short one and the long one were being tokenized: each runs alone from now
+    on. The others wait again.
 
     The worker may have begun with the second text already, if the answer to the first one was lost with the worker. So a text
     that waited at one lost worker becomes a suspect when a second worker is lost with it.
     """
     trial = worker.group.trial
-    for place, task in enumerate(list(worker.texts)):
+    in_hand = {next(iter(lane)) for lane in worker.texts.lanes if lane}
+    for task in worker.texts:
         request = end_text(requests.core, worker, task)
         if request is None or request.state == DONE:
             continue
-        request.suspect = request.suspect or place == 0 or request.bystander
+        request.suspect = request.suspect or task in in_hand or request.bystander
         request.bystander = True
         request.queue.push(request)
         if trial is not None and trial.id == task:

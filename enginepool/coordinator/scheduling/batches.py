@@ -38,9 +38,6 @@ from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut
 from enginepool.protocol.row_labels import cut_row_labels
 
-#: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
-#: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
-LEAST_TEXTS, MOST_TEXTS, TEXT_BYTES = 2, 8, 16 << 10
 #: Bytes of text, or token ids, that a tokenizer does in a second at least. Most do ten times as many. A message may have 30 MB,
 #: and a worker that needs a minute for them does not hang.
 SLOWEST_TEXT = 100_000
@@ -71,8 +68,9 @@ def pump(core: Context, group: Group) -> None:
                 group.blocked = lane.head
             break
         send_batch(core, batch)
-    if group.texts.size:
-        _give_texts(core, group)
+    for queue, long in ((group.texts, False), (group.long_texts, True)):
+        if queue.size:
+            _give_texts(core, group, queue, long=long)
 
 
 def _begin(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
@@ -135,18 +133,12 @@ def _quietest(group: Group) -> Worker | None:
     return worker
 
 
-def takes_text(worker: Worker) -> bool:
-    """Whether `worker` has room for one more text."""
-    return len(worker.texts) < LEAST_TEXTS or (len(worker.texts) < MOST_TEXTS and worker.text_bytes < TEXT_BYTES)
-
-
-def _give_texts(core: Context, group: Group) -> None:
+def _give_texts(core: Context, group: Group, queue: "Queue[Request]", *, long: bool) -> None:
     """Texts go to the open workers that have the fewest, as long as one has room."""
-    queue = group.texts
     room = [
         (len(worker.texts), worker.cost, worker.order, worker)
         for worker in group.workers.values()
-        if takes_text(worker) and worker.open
+        if worker.open and worker.texts.takes(long=long)
     ]
     heapify(room)
     while room and (lane := queue.head()) is not None:
@@ -154,19 +146,21 @@ def _give_texts(core: Context, group: Group) -> None:
         assert request is not None
         queue.pop(lane, request.work.tokens)
         _give_text(core, worker, core.task_id(), request)
-        if takes_text(worker):
+        if worker.texts.takes(long=long):
             heapreplace(room, (len(worker.texts), worker.cost, worker.order, worker))
         else:
             heappop(room)
 
 
-def text_due(core: Context, request: Request) -> float:
-    """When a worker that begins with the text of `request` now must have done it."""
-    return core.now + core.config.timing.forward_s + request.work.tokens / SLOWEST_TEXT
+def text_due(core: Context, worker: Worker, request: Request) -> float:
+    """When `worker` must have done the text of `request`, which it begins with now. A short one may have to wait for a long
+    one, because a tokenizer that cannot be copied does one after the other."""
+    begins = core.now if request.long_text else max([core.now, *(due for _, due in worker.texts.long.values())])
+    return begins + core.config.timing.forward_s + request.work.tokens / SLOWEST_TEXT
 
 
 def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
-    start_text(worker, task, request, text_due(core, request))
+    start_text(worker, task, request, text_due(core, worker, request))
     post_text(core, worker, task, request)
 
 
@@ -174,6 +168,7 @@ def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> 
     """Send a tokenizing task, which its worker may have already: the worker runs an id once."""
     work = request.work
     message = work.operation.tokenize(work, task)
+    message.long = request.long_text
     if work.truncation:
         can = worker.group.capabilities
         assert can is not None

@@ -211,10 +211,10 @@ class SglangEngine:
         """Token ids of each pair, with the special tokens of the model's tokenizer. Raises WireError, or EngineError."""
         return await self._tokenizer.ids(self._tm, task, self._serving())
 
-    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        """The text of each row of token ids. Raises EngineError."""
+    async def decode(self, rows: list[list[int]], *, skip_special_tokens: bool, long: bool = False) -> list[str]:
+        """The text of each row of token ids; `long`: next to other texts. Raises EngineError."""
         self._serving()
-        return await self._tokenizer.texts(self._tm, rows, skip_special_tokens=skip_special_tokens)
+        return await self._tokenizer.texts(self._tm, rows, skip_special_tokens=skip_special_tokens, long=long)
 
     async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. A part that is wrong gets its own error; the others run.

@@ -1,17 +1,20 @@
 """What an engine's tokenizer makes of texts and of token ids, and how long the text of a token is. No SGLang here."""
 
 import asyncio
+import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError
+from enginepool.workers.log import say
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.text.text_ids import text_ids
 from enginepool.workers.texts import TextIds, TextTask
 
+T = TypeVar("T")
 #: bytes of U+FFFD, which stands for each byte that is no UTF-8
 _REPLACED = 3
 
@@ -39,34 +42,50 @@ def _longest(name: str | bytes) -> int:
 
 
 class EngineTokenizer:
-    """One thread with the model's tokenizer, whose state may not be borrowed twice."""
+    """The model's tokenizer in one thread, because its state may not be borrowed twice; and for what takes long, a copy of it
+    in another one."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
+        #: the copy, once it is needed; (): there is none
+        self._copy: tuple[Any, ...] | None = None
 
     async def ids(self, tm: Any, task: TextTask, can: Capabilities) -> TextIds:
         """Token ids of texts. Raises WireError `bad_request`, or EngineError."""
         pairs = tm.model_config.hf_config if can.separator is not None else None
-        return await self._run("text", partial(text_ids, self._of(tm), task, pairs, can.context))
+        return await self._run(tm, "text", lambda of: text_ids(of, task, pairs, can.context), long=task.asked.long)
 
-    async def texts(self, tm: Any, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+    async def texts(self, tm: Any, rows: list[list[int]], *, skip_special_tokens: bool, long: bool) -> list[str]:
         """The text of each row. Raises EngineError."""
-        decode = partial(self._of(tm).decode, skip_special_tokens=skip_special_tokens)
-        return await self._run("ids", lambda: [decode(row) for row in rows])
 
-    @staticmethod
-    def _of(tm: Any) -> Any:
-        tokenizer = tokenizer_of(tm)
+        def decode(tokenizer: Any) -> list[str]:
+            return [tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
+
+        return await self._run(tm, "ids", decode, long=long)
+
+    async def _run(self, tm: Any, what: str, work: Callable[[Any], T], *, long: bool) -> T:
+        loop, tokenizer, thread = asyncio.get_running_loop(), tokenizer_of(tm), self._thread
         if tokenizer is None:
             raise EngineError("the model has no tokenizer: send token ids")
-        return tokenizer
-
-    async def _run(self, what: str, work: Any) -> Any:
+        if long and self._copy is None:
+            self._copy = await loop.run_in_executor(thread, _copied, tokenizer)
+        if long and self._copy:
+            [tokenizer], thread = self._copy, self._long_thread
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await loop.run_in_executor(thread, work, tokenizer)
         except (ValueError, TypeError) as error:
             raise EngineError(f"the tokenizer refused the {what}: {one_line(error)}") from error
 
     def close(self) -> None:
         """Take nothing more."""
         self._thread.shutdown(wait=False)
+        self._long_thread.shutdown(wait=False)
+
+
+def _copied(tokenizer: Any) -> tuple[Any, ...]:
+    try:
+        return (copy.deepcopy(tokenizer),)
+    except Exception as error:  # tokenizers raise what they like
+        say(f"a long text holds up others, because the tokenizer cannot be copied: {one_line(error)}")
+        return ()
