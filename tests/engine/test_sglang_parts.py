@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -23,8 +23,10 @@ import torch
 from enginepool.protocol.messages import Part
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.fork_server import why_it_cannot_fork
 from enginepool.workers.sglang.host import build
+from enginepool.workers.sglang.host.engine import SglangEngine
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
 from enginepool.workers.sglang.host.without_cuda import cuda_answered_by_a_child
@@ -688,12 +690,20 @@ def test_a_process_in_which_an_import_has_used_cuda_is_no_fork_server(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("scaled", "given", "found"), [(False, None, "0"), (True, None, None), (False, "1", "1"), (True, "1", "1")]
+    ("scaled", "given", "loaded", "found"),
+    [
+        (False, None, False, "0"),
+        (True, None, False, None),
+        (False, "1", False, "1"),
+        (True, "1", False, "1"),
+        (False, None, True, None),
+    ],
 )
 def test_a_variable_that_sglang_would_change_after_its_import_is_set_before(
-    monkeypatch: pytest.MonkeyPatch, scaled: bool, given: str | None, found: str | None
+    monkeypatch: pytest.MonkeyPatch, scaled: bool, given: str | None, loaded: bool, found: str | None
 ) -> None:
-    """Then the processes of an engine are forked: no import has read anything else. What a user has set stays."""
+    """Then the processes of an engine are forked: no import has read anything else. What a user has set stays, and so does what
+    an import has read."""
     imported: list[tuple[str, str | None]] = []
 
     def module(name: str) -> Any:
@@ -702,12 +712,27 @@ def test_a_variable_that_sglang_would_change_after_its_import_is_set_before(
 
     monkeypatch.setattr("importlib.import_module", module)
     monkeypatch.setattr(build, "_set_environment", lambda device, *, compiles: device)  # pyright: ignore
-    monkeypatch.delenv(build.GEMM_VARIABLE, raising=False)
-    if given is not None:
-        monkeypatch.setenv(build.GEMM_VARIABLE, given)
+    monkeypatch.setitem(sys.modules, modules.DEEPSEEK_V4, ModuleType("loaded"))
+    if not loaded:
+        monkeypatch.delitem(sys.modules, modules.DEEPSEEK_V4)
+    monkeypatch.setenv(build.GEMM_VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(build.GEMM_VARIABLE)
     build.import_ahead("cuda", compiles=False)
     assert dict(imported)[modules.REGISTRY] == found
-    monkeypatch.delenv(build.GEMM_VARIABLE, raising=False)
+
+
+def test_how_a_process_was_killed_counts_more_than_the_signal_that_sglang_sends_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reason(*told: str) -> str:
+        engine: Any = SglangEngine(EngineSettings(model="m"))
+        engine._on_sigquit()
+        for how in told:
+            engine._end.lose(how)
+        return await asyncio.wait_for(engine.died(), 30.0)
+
+    assert asyncio.run(reason("the engine's scheduler (pid 7) was killed by SIGKILL")).endswith("by SIGKILL")
+    monkeypatch.setattr("enginepool.workers.sglang.host.engine.KILLED_S", 0.01)
+    assert asyncio.run(reason()).endswith("failed and said so by SIGQUIT")
 
 
 def test_threads_that_an_import_has_started_are_named() -> None:

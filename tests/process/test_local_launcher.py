@@ -130,7 +130,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,8,9")
     options = {"tp_size": size}
-    groups = {name: GroupConfig(model="none", workers=1, options=options) for name in ("other", "g")}
+    groups = {name: GroupConfig(model="none", workers=1, options=options, fork_server=False) for name in ("other", "g")}
     config = msgspec.structs.replace(scene.config, groups=groups)
 
     async def story() -> str:

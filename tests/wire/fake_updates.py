@@ -93,6 +93,7 @@ class FakeUpdates:
         self._sent: Sent | None = None
         self._allowed: set[int] = set()
         self._lock = threading.RLock()
+        self._looking = threading.Lock()
         self._renewing: threading.Thread | None = None
         coordinator.others = self.hear
 
@@ -201,15 +202,21 @@ class FakeUpdates:
 
     def _look(self, publish: Publish, sent: Sent) -> None:
         """Have all receivers open what is lent."""
-        receivers = list(self.receivers)
-        for receiver in receivers:
-            receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.regions[0]))
-        self._all_staged(publish, [receiver.read() for receiver in receivers])
+        with self._looking:
+            if self._open is not publish:
+                return  # given up
+            receivers = list(self.receivers)
+            for receiver in receivers:
+                receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.regions[0]))
+            said = [receiver.read() for receiver in receivers]
+        self._all_staged(publish, said)
 
     def _all_staged(self, publish: Publish, said: list[dict[str, Any]]) -> None:
         if not self._failed(publish, said):
             assert len({word["staged"] for word in said}) == 1
             with self._lock:
+                if self._open is not publish:
+                    return  # given up
                 self.digest = said[0]["staged"]
                 self._write(Phase(publish.id, "staged", len(self.receivers), len(self.receivers)))
                 self._consider()

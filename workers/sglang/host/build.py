@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 PIECE_VARIABLE, PIECE_ROWS = "SGLANG_LOGPROB_CHUNK_SIZE", 512
 #: SGLang sets it from an option, which is too late for a process that has imported it.
 COMPILE_VARIABLE = "SGLANG_ENABLE_TORCH_COMPILE"
-#: Read at import by the models of DeepSeek V4. SGLang clears it, for every model, where its kernels cannot be used.
+#: Read at import by the module of DeepSeek V4. SGLang clears it, for every model, where its kernels cannot be used.
 GEMM_VARIABLE = "SGLANG_OPT_FP8_WO_A_GEMM"
 #: further functions that SGLang starts processes with, by their names in the engine's module
 _MORE_ENTRIES = ("run_data_parallel_controller_process", "run_scheduler_process_with_init_pipe")
@@ -122,11 +123,13 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
 
 def import_ahead(device: str, *, compiles: bool) -> None:
     """Import what an engine with this device and all its processes import: for a process that forks them."""
-    if _set_environment(device, compiles=compiles) == "cuda":
+    device = _set_environment(device, compiles=compiles)
+    importlib.import_module(modules.ENGINE)
+    if device == "cuda" and modules.DEEPSEEK_V4 not in sys.modules:
         kernels: Any = importlib.import_module(modules.DEEP_GEMM)
         if not kernels.DEEPGEMM_SCALE_UE8M0:
             os.environ.setdefault(GEMM_VARIABLE, "0")
-    for name in (modules.ENGINE, modules.SCHEDULER, modules.DETOKENIZER, modules.REGISTRY, PROCESSOR):
+    for name in (modules.SCHEDULER, modules.DETOKENIZER, modules.REGISTRY, PROCESSOR):
         importlib.import_module(name)
 
 

@@ -48,6 +48,8 @@ from enginepool.workers.texts import TextIds, TextTask
 
 #: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
 FLUSH_S = 10.0
+#: how long it may take until it is known which process of an engine was killed
+KILLED_S = 1.0
 
 
 class SglangEngine:
@@ -321,8 +323,12 @@ class SglangEngine:
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that was dying may still send one
 
     def _on_sigquit(self) -> None:
-        error = self._host.last_error() if self._host else ""
-        self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
+        if error := self._host.last_error() if self._host else "":
+            self._end.lose(error)
+            return
+        # SGLang says it of a process that was killed, too. The host is about to tell which one, and how.
+        unknown = "one of the engine's processes failed and said so by SIGQUIT"
+        asyncio.get_running_loop().call_later(KILLED_S, self._end.lose, unknown)
 
     def _generating(self) -> EngineGeneration:
         """Its sequences. Raises EngineDied after the engine's end, EngineError before it started or where it only runs rows."""
