@@ -129,11 +129,13 @@ def why_it_cannot_fork(gpus: int) -> str:
     if (pid := os.fork()) == 0:
         os._exit(bool(gpus) and not _cuda_can_be_used())
     if os.waitpid(pid, 0)[1] or torch.cuda.is_initialized():
-        return "an import has initialized CUDA"
+        return "a process that is forked cannot use CUDA: an import has initialized it, or the driver does not work"
     # numpy's threads have ended at the fork, and start again where they are needed.
-    threads = [(int(task.name), (task / "comm").read_text().strip()) for task in Path("/proc/self/task").iterdir()]
-    others = sorted(name for number, name in threads if number != os.getpid())
-    return f"an import has started threads: {', '.join(others)}" if others else ""
+    others: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends
+            others += [(task / "comm").read_text().strip()] if int(task.name) != os.getpid() else []
+    return f"an import has started threads: {', '.join(sorted(others))}" if others else ""
 
 
 def _cuda_can_be_used() -> bool:

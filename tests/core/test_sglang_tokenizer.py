@@ -64,17 +64,18 @@ class Slow:
     """A tokenizer that waits at a text of its own, in which it finds the token 1, and finds the token 2 in others."""
 
     def __init__(self) -> None:
-        self.let, self.users = threading.Event(), set[str]()
+        self.let, self.users, self.calls = threading.Event(), set[str](), list[int]()
 
     def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
         self.users.add(threading.current_thread().name)
+        self.calls.append(len(texts))
         if texts == ["slow"]:
             assert self.let.wait(10.0)
         return {"input_ids": [[1 if text == "slow" else 2] for text in texts]}
 
     def __deepcopy__(self, memo: Any) -> "Slow":
         other = Slow()
-        other.let = self.let
+        other.let, other.calls = self.let, self.calls
         return other
 
 
@@ -120,3 +121,29 @@ def test_a_tokenizer_that_cannot_be_copied_does_one_text_after_the_other_and_say
         tokenizer.close()
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(("long", "calls"), [(False, [3]), (True, [1, 1, 1])])
+def test_rows_of_a_long_text_do_not_go_through_the_threads_that_tokenizers_share(long: bool, calls: list[int]) -> None:
+    async def act() -> None:
+        tokenizer, slow = EngineTokenizer(), Slow()
+        task = TextTask([("", text) for text in ("a", "b", "c")], Tokenize((1, 1), [], long=long))
+        found = await tokenizer.ids(SimpleNamespace(tokenizer=slow, model_config=None), task, CAN)
+        assert found.rows == [[2], [2], [2]] and slow.calls == calls
+        tokenizer.close()
+
+    asyncio.run(act())
+
+
+def test_a_tokenizer_that_holds_functions_of_its_own_is_not_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy would call those of the original, from another thread."""
+
+    async def act() -> None:
+        tokenizer, slow = EngineTokenizer(), Slow()
+        vars(slow)["decode"] = tokenizer_of
+        assert await _ids(tokenizer, slow, "more", long=True) == [[2]]
+        assert len(slow.users) == 1, "the original"
+        tokenizer.close()
+
+    asyncio.run(act())
+    assert "cannot be copied: it has functions of its own: decode" in capsys.readouterr().err

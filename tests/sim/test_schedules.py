@@ -9,6 +9,8 @@ from collections import Counter
 
 import pytest
 
+from enginepool.workers.events import RunTokenize
+from tests.sim.sim_engine import SimEngine
 from tests.sim.simulation import simulate
 
 FIRST = int(os.environ.get("SIM_SEED", "1"))
@@ -248,9 +250,18 @@ def test_a_queue_that_is_too_small_for_all_loses_nothing_either(chunk: int) -> N
 
 
 @pytest.mark.parametrize("chunk", range(3))
-def test_texts_of_which_many_are_long_are_tokenized_next_to_each_other_and_lose_nothing_either(chunk: int) -> None:
-    answers = 0
+def test_texts_of_which_many_are_long_are_tokenized_next_to_each_other_and_lose_nothing_either(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, tokenize, long = 0, SimEngine.tokenize, list[bool]()
+
+    def counted(engine: SimEngine, run: RunTokenize) -> None:
+        long.append(run.task.long)
+        tokenize(engine, run)
+
+    monkeypatch.setattr(SimEngine, "tokenize", counted)
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
         outcome = simulate(seed, 1 + seed % 8, updates=seed % 3 == 0, stops=seed % 4 == 0, lengthy=True)
         answers += outcome.answers.get("result", 0)
     assert answers > SEEDS * 30
+    assert min(long.count(True), long.count(False)) > SEEDS, "many of both kinds"

@@ -57,7 +57,8 @@ class Client:
         return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
 
 
-#: bytes of rows that are text: a tokenizer takes a tenth of a second or more for so many
+#: bytes of rows that are text, the query counted in each and a chat as 1 KiB more, or ids to decode: a tokenizer takes a tenth
+#: of a second or more for so many
 LONG_TEXT = 256 << 10
 #: never changed
 _NONE: list[str] = []

@@ -134,20 +134,20 @@ def _quietest(group: Group) -> Worker | None:
 
 
 def _give_texts(core: Context, group: Group, queue: "Queue[Request]", *, long: bool) -> None:
-    """Texts go to the open workers that have the fewest, as long as one has room."""
-    room = [
-        (len(worker.texts), worker.cost, worker.order, worker)
-        for worker in group.workers.values()
-        if worker.open and worker.texts.takes(long=long)
-    ]
+    """Texts go to the open workers that have the fewest, and no long one, as long as one has room."""
+
+    def rank(worker: Worker) -> tuple[int, int, int, int, Worker]:
+        return len(worker.texts.long), len(worker.texts.short), worker.cost, worker.order, worker
+
+    room = [rank(worker) for worker in group.workers.values() if worker.open and worker.texts.takes(long=long)]
     heapify(room)
     while room and (lane := queue.head()) is not None:
-        worker, request = room[0][3], lane.head
+        worker, request = room[0][-1], lane.head
         assert request is not None
         queue.pop(lane, request.work.tokens)
         _give_text(core, worker, core.task_id(), request)
         if worker.texts.takes(long=long):
-            heapreplace(room, (len(worker.texts), worker.cost, worker.order, worker))
+            heapreplace(room, rank(worker))
         else:
             heappop(room)
 

@@ -13,6 +13,7 @@ from enginepool.protocol.messages import Tokenize
 from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.score.token_types import types_of
+from enginepool.workers.sglang.text.encoded_rows import encoded_rows
 from enginepool.workers.truncated_rows import refuse_nothing_left, too_long
 
 #: encoders whose head SGLang runs (`_cross_encoding_pooler_archs` there)
@@ -86,14 +87,14 @@ def pair_rows(
         EngineError: the tokenizer does not separate texts, or the first text of a pair contains the separator.
     """
     texts = [(first, second) if first else (second,) for first, second in pairs]
-    encoded = _encode(tokenizer, texts)
+    encoded = _encode(tokenizer, texts, asked.long)
     if asked.truncation:
         longer = too_long([row for row, _ in encoded], asked)
         cut = [_truncated(tokenizer, texts[i], asked, i) for i in longer]
     else:
         most = min(tokenizer.model_max_length, config.max_position_embeddings, longest)
         longer = [i for i, (row, _) in enumerate(encoded) if len(row) > most]
-        cut = _encode(tokenizer, [texts[i] for i in longer], truncation=True, max_length=most)
+        cut = _encode(tokenizer, [texts[i] for i in longer], asked.long, truncation=True, max_length=most)
     for i, row in zip(longer, cut, strict=True):
         encoded[i] = row
     separator = tokenizer.sep_token_id
@@ -110,15 +111,15 @@ def pair_rows(
 _Encoded = tuple[list[int], list[int]]
 
 
-def _encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], **how: Any) -> list[_Encoded]:
+def _encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], one_by_one: bool, **how: Any) -> list[_Encoded]:
     """Each text, or pair of texts, with the special tokens of the model."""
     found: list[_Encoded] = [([], [])] * len(texts)
     for size in (1, 2):
         places = [i for i, some in enumerate(texts) if len(some) == size]
         if places:
-            sides = [list(side) for side in zip(*(texts[i] for i in places), strict=True)]
-            encoded = tokenizer(*sides, return_token_type_ids=True, verbose=False, **how)
-            for i, ids, types in zip(places, encoded["input_ids"], encoded["token_type_ids"], strict=True):
+            sides = zip(*(texts[i] for i in places), strict=True)
+            rows = encoded_rows(tokenizer, *sides, one_by_one=one_by_one, return_token_type_ids=True, **how)
+            for i, ids, types in zip(places, rows["input_ids"], rows["token_type_ids"], strict=True):
                 found[i] = list(ids), list(types)
     return found
 
@@ -131,6 +132,6 @@ def _truncated(tokenizer: Any, texts: tuple[str, ...], asked: Tokenize, row: int
     side, tokenizer.truncation_side = tokenizer.truncation_side, asked.truncation
     try:
         how = "only_second" if item else "only_first"
-        return _encode(tokenizer, [texts], truncation=how, max_length=asked.longest)[0]
+        return _encode(tokenizer, [texts], asked.long, truncation=how, max_length=asked.longest)[0]
     finally:
         tokenizer.truncation_side = side

@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import Any, TypeVar
 
 from enginepool.protocol.messages import Capabilities
@@ -84,7 +85,11 @@ class EngineTokenizer:
 
 
 def _copied(tokenizer: Any) -> tuple[Any, ...]:
+    """A copy; (): there can be none. A function that the object itself holds would go on to use the original."""
     try:
+        held: dict[str, object] = getattr(tokenizer, "__dict__", {})
+        if own := [name for name, value in held.items() if type(value) is FunctionType]:
+            raise ValueError(f"it has functions of its own: {', '.join(own)}")
         return (copy.deepcopy(tokenizer),)
     except Exception as error:  # tokenizers raise what they like
         say(f"a long text holds up others, because the tokenizer cannot be copied: {one_line(error)}")

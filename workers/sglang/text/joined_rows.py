@@ -5,6 +5,7 @@ from typing import Any
 
 from enginepool.protocol.messages import Tokenize
 from enginepool.workers.engine import EngineError
+from enginepool.workers.sglang.text.encoded_rows import encoded_rows
 from enginepool.workers.truncated_rows import drop, refuse_nothing_left, too_long
 
 
@@ -18,7 +19,8 @@ def joined_rows(tokenizer: Any, pairs: Sequence[tuple[str, str]], asked: Tokeniz
     if not pairs:
         return [], 0
     plain = {} if asked.add_special_tokens else {"add_special_tokens": False}
-    rows = [list(ids) for ids in tokenizer([first + second for first, second in pairs], verbose=False, **plain)["input_ids"]]
+    texts = [first + second for first, second in pairs]
+    rows = [list(ids) for ids in encoded_rows(tokenizer, texts, one_by_one=asked.long, **plain)["input_ids"]]
     longer = too_long(rows, asked)
     for i in longer:
         rows[i] = _truncated(tokenizer, *pairs[i], asked, i)
