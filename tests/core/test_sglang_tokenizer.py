@@ -10,6 +10,7 @@ import pytest
 
 from enginepool.protocol.messages import Tokenize
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
+from enginepool.workers.sglang.text.encoded_rows import PIECE, ROW
 from enginepool.workers.sglang.text.engine_tokenizer import EngineTokenizer, token_bytes
 from enginepool.workers.texts import TextTask
 from tests.core.machines import CAN
@@ -123,13 +124,20 @@ def test_a_tokenizer_that_cannot_be_copied_does_one_text_after_the_other_and_say
     asyncio.run(act())
 
 
-@pytest.mark.parametrize(("long", "calls"), [(False, [3]), (True, [1, 1, 1])])
-def test_rows_of_a_long_text_do_not_go_through_the_threads_that_tokenizers_share(long: bool, calls: list[int]) -> None:
+#: many short rows, one of more than a piece, and more short ones
+ROWS = ["a"] * 1000 + ["b" * (2 * PIECE)] + ["c"] * 10
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_few_rows_of_a_long_text_go_at_a_time_through_the_threads_that_tokenizers_share(long: bool) -> None:
     async def act() -> None:
         tokenizer, slow = EngineTokenizer(), Slow()
-        task = TextTask([("", text) for text in ("a", "b", "c")], Tokenize((1, 1), [], long=long))
+        task = TextTask([("", text) for text in ROWS], Tokenize((1, 1), [], long=long))
         found = await tokenizer.ids(SimpleNamespace(tokenizer=slow, model_config=None), task, CAN)
-        assert found.rows == [[2], [2], [2]] and slow.calls == calls
+        assert found.rows == [[2]] * len(ROWS)
+        most = PIECE // (ROW + 1)
+        whole, rest = divmod(1000, most)
+        assert slow.calls == ([*[most] * whole, rest, 1, 10] if long else [len(ROWS)])
         tokenizer.close()
 
     asyncio.run(act())

@@ -111,14 +111,14 @@ def pair_rows(
 _Encoded = tuple[list[int], list[int]]
 
 
-def _encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], one_by_one: bool, **how: Any) -> list[_Encoded]:
+def _encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], long: bool, **how: Any) -> list[_Encoded]:
     """Each text, or pair of texts, with the special tokens of the model."""
     found: list[_Encoded] = [([], [])] * len(texts)
     for size in (1, 2):
         places = [i for i, some in enumerate(texts) if len(some) == size]
         if places:
             sides = zip(*(texts[i] for i in places), strict=True)
-            rows = encoded_rows(tokenizer, *sides, one_by_one=one_by_one, return_token_type_ids=True, **how)
+            rows = encoded_rows(tokenizer, *sides, long=long, return_token_type_ids=True, **how)
             for i, ids, types in zip(places, rows["input_ids"], rows["token_type_ids"], strict=True):
                 found[i] = list(ids), list(types)
     return found

@@ -20,7 +20,7 @@ def joined_rows(tokenizer: Any, pairs: Sequence[tuple[str, str]], asked: Tokeniz
         return [], 0
     plain = {} if asked.add_special_tokens else {"add_special_tokens": False}
     texts = [first + second for first, second in pairs]
-    rows = [list(ids) for ids in encoded_rows(tokenizer, texts, one_by_one=asked.long, **plain)["input_ids"]]
+    rows = [list(ids) for ids in encoded_rows(tokenizer, texts, long=asked.long, **plain)["input_ids"]]
     longer = too_long(rows, asked)
     for i in longer:
         rows[i] = _truncated(tokenizer, *pairs[i], asked, i)
