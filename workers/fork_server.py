@@ -131,11 +131,12 @@ def why_it_cannot_fork(gpus: int) -> str:
     if os.waitpid(pid, 0)[1] or torch.cuda.is_initialized():
         return "a process that is forked cannot use CUDA: an import has initialized it, or the driver does not work"
     # numpy's threads have ended at the fork, and start again where they are needed.
-    others: list[str] = []
+    names: dict[int, str] = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it ends
-            others += [(task / "comm").read_text().strip()] if int(task.name) != os.getpid() else []
-    return f"an import has started threads: {', '.join(sorted(others))}" if others else ""
+            names[int(task.name)] = (task / "comm").read_text().strip()
+    del names[os.getpid()]
+    return f"an import has started threads: {', '.join(sorted(names.values()))}" if names else ""
 
 
 def _cuda_can_be_used() -> bool:

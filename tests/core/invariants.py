@@ -97,7 +97,7 @@ def check_machine(machine: Machine) -> None:
 
 
 def check_group(group: Group) -> None:
-    for queue in (group.queue, group.suspects, group.texts, group.long_texts):
+    for queue in group.queues:
         check_queue(queue)
     check_version_queue(group.version_queue)
     assert group.cut.keys() <= group.live.keys(), group.cut
@@ -121,8 +121,7 @@ def check_group(group: Group) -> None:
         assert not group.trial.worker.open, group.trial
         assert group.trial.id in group.trial.worker.batches or group.trial.id in group.trial.worker.texts, group.trial
     if group.down:
-        queues = (group.queue, group.suspects, group.texts, group.long_texts)
-        assert not any(queue.head() for queue in queues), group.down
+        assert not any(queue.head() for queue in group.queues), group.down
 
 
 def check_worker(worker: Worker) -> None:

@@ -78,6 +78,15 @@ def test_a_worker_that_has_lost_its_link_is_given_both_kinds_again() -> None:
     assert [sent.message.long for sent in texts(again) if isinstance(sent.message, Tokenize)] == [False, True]
 
 
+def with_a_long_text() -> tuple[Pool, bytes, float]:
+    """A pool whose worker `a` has one, a client, and the seconds that a forward may take."""
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, LONG)
+    return pool, client, pool.machine.core.config.timing.forward_s
+
+
 def alive(pool: Pool, seconds: float) -> bool:
     """Let time pass; whether the worker `a`, which says that it lives, was not given up."""
     for _ in range(round(seconds)):
@@ -87,11 +96,7 @@ def alive(pool: Pool, seconds: float) -> bool:
 
 
 def test_a_short_text_may_wait_for_a_long_one_where_a_tokenizer_does_one_after_the_other() -> None:
-    pool = Pool()
-    client = pool.client()
-    pool.worker("a")
-    forward_s = pool.machine.core.config.timing.forward_s
-    pool.submit(client, 1, LONG)
+    pool, client, forward_s = with_a_long_text()
     pool.submit(client, 2, text("q", ["y"]))
     long, short = texts(pool.sent)
     assert alive(pool, forward_s)
@@ -104,11 +109,7 @@ def test_a_short_text_may_wait_for_a_long_one_where_a_tokenizer_does_one_after_t
 
 
 def test_a_long_text_that_is_never_done_is_found_although_short_ones_are() -> None:
-    pool = Pool()
-    client = pool.client()
-    pool.worker("a")
-    forward_s = pool.machine.core.config.timing.forward_s
-    pool.submit(client, 1, LONG)
+    pool, client, forward_s = with_a_long_text()
     done: list[Sent] = []
     for id_ in range(2, 100):
         if not alive(pool, 1):

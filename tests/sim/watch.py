@@ -199,7 +199,7 @@ class Watch:
     def _no_idle_worker(self, group: Group) -> None:
         if group.resume_at:
             return  # an engine of it ran out of memory
-        if not (group.queue.size or group.suspects.size or group.texts.size or group.long_texts.size):
+        if not any(queue.size for queue in group.queues):
             return
         worker = group.routing.least() if group.routing.open else None
         if worker is None:
@@ -286,7 +286,7 @@ class Watch:
         for group in core.groups.values():
             for slot in group.slots[self.steadfast.get(group.name, len(group.slots)) :]:
                 assert core.draining or not slot.retired_reason, f"given up: {slot.name} {slot.retired_reason}"
-            for queue in (group.queue, group.suspects, group.texts, group.long_texts):
+            for queue in group.queues:
                 _bounded(queue)
             for queue, long in ((group.texts, False), (group.long_texts, True)):
                 assert all(r.state == TEXT and r.long_text == long for r in queue.waiting()), queue.waiting()

@@ -120,6 +120,11 @@ class Group:
         self.running_tokens = 0
 
     @property
+    def queues(self) -> tuple[Queue[Request], ...]:
+        """All in which a request may wait for a worker, except for a later weight version."""
+        return self.queue, self.suspects, self.texts, self.long_texts
+
+    @property
     def journal_behind(self) -> bool:
         """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
         return self.heard_committed > (self.weights.run, self.weights.version)

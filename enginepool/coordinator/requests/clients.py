@@ -171,10 +171,8 @@ class ClientRegistry:
         if client.live:
             self._moved += len(client.live)
             for group in self.core.groups.values():
-                group.queue.move(client)
-                group.suspects.move(client)
-                group.texts.move(client)
-                group.long_texts.move(client)
+                for queue in group.queues:
+                    queue.move(client)
                 group.blocked = None
                 self.core.wake(group)
 

@@ -310,10 +310,8 @@ class RequestLifecycle:
                 request.packs = can_be_packed(request.work, group.capabilities)
             moved = moved or request.packs != before
         if moved:
-            group.queue.sort()
-            group.suspects.sort()
-            group.texts.sort()
-            group.long_texts.sort()
+            for queue in group.queues:
+                queue.sort()
 
     def refit(self, group: Group) -> None:
         """Budgets are smaller than they were: a request that no worker takes any more is refused, also while it runs. It would
