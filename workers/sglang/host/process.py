@@ -22,6 +22,7 @@ from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.adapter_layers import refuse_layers_without_room
+from enginepool.workers.sglang.patches.attention_output import write_where_graphs_read
 from enginepool.workers.sglang.patches.connectors import leave_signals_alone, wait_for_redis_no_longer
 from enginepool.workers.sglang.patches.new_weights import note_media_cache, separate_prefixes, tell_that_it_went_on
 from enginepool.workers.sglang.patches.not_finite import accept_no_marked_token, mark_logits_that_are_not_finite
@@ -244,6 +245,9 @@ def run_scheduler(
             keep_kinds_apart(scheduler)
             attend_as_each_forward_says(module.FlashInferAttnBackend)
             run_packed_as_graphs(_class(modules.GRAPHS, "PrefillCudaGraphRunner"))
+        kernels: Any = importlib.import_module("flashinfer")
+        wrappers = (kernels.BatchPrefillWithPagedKVCacheWrapper, kernels.BatchPrefillWithRaggedKVCacheWrapper)
+        write_where_graphs_read(module.FlashInferAttnBackend, *wrappers)
     keep_experts_of_each_forward(_class(modules.CAPTURER, "BaseTopkCapturer"))
     if os.environ.get(BRIDGE_VARIABLE):
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))

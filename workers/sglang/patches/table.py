@@ -5,6 +5,7 @@ SGLang against this table before a model is loaded, so that a changed function i
 wrong score or as an engine that ends. A test reads the same table: it fails when a name of SGLang is used that is not here.
 """
 
+from enginepool.workers.sglang.patches.attention_table import OF_ATTENTION
 from enginepool.workers.sglang.patches.generation_table import OF_GENERATION
 from enginepool.workers.sglang.patches.mixed_table import OF_MIXED
 from enginepool.workers.sglang.patches.modules import (
@@ -13,7 +14,6 @@ from enginepool.workers.sglang.patches.modules import (
     DEEP_GEMM,
     DETOKENIZER,
     ENGINE,
-    FLASHINFER,
     GATHER,
     GRAMMAR,
     LAYERS,
@@ -301,39 +301,7 @@ PRIVATE: tuple[Private, ...] = (
         ("triton_symm_mem_ag.MultimemAllGatherer", "read", "logits are gathered by NCCL alone"),
         optional=True,
     ),
-    *_private(
-        "patches/attention.py", FLASHINFER,
-        (
-            "FlashInferIndicesUpdaterPrefill.update_single_wrapper",
-            "replaced", "prefills are planned from lengths on the host",
-            "self, req_pool_indices, seq_lens, seq_lens_cpu, seq_lens_sum, prefix_lens, prefill_wrappers, "
-            "use_ragged, encoder_lens, spec_info, fixed_split_size, multi_item_params, "
-            "cross_attention_custom_mask, extend_prefix_lens_cpu, custom_kv_indices, ...",
-        ),
-        (
-            "FlashInferIndicesUpdaterPrefill.call_begin_forward", "replaced", "prefills are planned from lengths on the host",
-            "self, wrapper_ragged, wrapper_paged, req_pool_indices, paged_kernel_lens, paged_kernel_lens_sum, "
-            "seq_lens, prefix_lens, kv_start_idx, kv_indptr, qo_indptr, use_ragged, spec_info, "
-            "use_sliding_window_kv_pool, fixed_split_size, multi_item_params, cross_attention_custom_mask, "
-            "seq_lens_cpu, custom_kv_indices, ...",
-        ),
-        (
-            "FlashInferAttnBackend._process_multi_item_scoring", "replaced", "places of items are computed on the host",
-            "self, forward_batch",
-        ),
-        (
-            "MultiItemScoringParams", "called", "places of items",
-            "prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr",
-        ),
-        ("FlashInferIndicesUpdaterPrefill._prefixes", "added", "lengths for the plan"),
-    ),
-    *_private(
-        "patches/attention.py", "sglang.srt.model_executor.forward_batch_info",
-        (
-            "ForwardBatch.multi_item_delimiter_indices extend_seq_lens_cpu extend_prefix_lens_cpu positions",
-            "read", "the sequences of a forward",
-        ),
-    ),
+    *OF_ATTENTION,
     *OF_ROWS,
     *OF_PACKING,
     *OF_GENERATION,
