@@ -159,6 +159,9 @@ def test_graphs_stay_on_in_both_places_where_versions_of_sglang_switch_them_off(
 class Wrapper:
     """Stands for one of FlashInfer's: its output is the query times two."""
 
+    def __init__(self, is_cuda_graph_enabled: bool = False) -> None:
+        self.is_cuda_graph_enabled = is_cuda_graph_enabled
+
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         return self.run(query, "the cache", k_scale=1.0)
 
@@ -170,7 +173,8 @@ class Wrapper:
 class Attention:
     """Stands for SGLang's class of FlashInfer's attention: a query is of two heads of three numbers."""
 
-    wrapper = Wrapper()
+    def __init__(self, in_a_graph: bool = False) -> None:
+        self.wrapper = Wrapper(in_a_graph)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -202,6 +206,14 @@ def test_attention_writes_into_the_room_that_a_graph_reads_if_it_fits(room: torc
     if room is not None:
         assert (found.data_ptr() == room.data_ptr()) is written
         assert torch.equal(room, query * 2 if written else torch.full_like(room, 7))
+
+
+def test_attention_that_is_part_of_a_graph_keeps_its_zeros() -> None:
+    """The graph runs with fewer tokens than it was captured with, and what follows reads all of them."""
+    query, room = torch.ones(5, 6), torch.full((5, 6), 7.0)
+    found = Attention(in_a_graph=True).forward_extend(query, None, None, "a layer", SimpleNamespace(_attn_output=room))
+    assert torch.equal(found, query * 2)
+    assert torch.equal(room, torch.full((5, 6), 7.0))
 
 
 def test_attention_writes_nowhere_else_afterwards() -> None:
