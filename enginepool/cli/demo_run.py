@@ -158,7 +158,7 @@ class DemoRun:
             for one in clients:
                 requests = f"{one.depth} request{'s' if one.depth > 1 else ''}"
                 self.say(f"Client {one.name}: priority {one.priority}, {requests} under way at a time.")
-            await asyncio.sleep(self._work_s)
+            await self._watch(pool, self._work_s)
             self.say(f"\n{sum(len(c.answers) for c in clients)} answers so far.")
             killed = await self._kill(pool)
             killed_at = time.monotonic()
@@ -170,7 +170,7 @@ class DemoRun:
             self.say(
                 f"A new worker is ready in its place after {back_s:.1f} s; the other one gave {meanwhile} answers meanwhile."
             )
-            await asyncio.sleep(self._work_s / 2)
+            await self._watch(pool, self._work_s / 2)
             self._stop.set()
             self.say("No new requests; waiting for the last answers ...")
             await asyncio.wait(tasks, timeout=FINISH_S)
@@ -217,20 +217,32 @@ class DemoRun:
         """Wait until every worker is ready and none of the incarnations in `gone` is left; say what they do meanwhile."""
         until = time.monotonic() + within
         while True:
-            group = (await pool.status()).groups[0]
-            if group.down:
-                raise CommandFailed(f"the workers cannot run: {group.down}")
-            for worker in group.workers:
-                told = worker.detail if worker.detail != group.model else ""
-                stage = f"{worker.stage}{': ' + told[:TOLD] if told else ''}"
-                if self._said.get(worker.name) != stage and worker.incarnation not in gone:
-                    self.say(f"  {worker.name} {stage}")
-                    self._said[worker.name] = stage
+            group = await self._look(pool, gone)
             if group.workers and all(w.stage == "ready" and w.incarnation not in gone for w in group.workers):
                 return
             if time.monotonic() > until:
                 raise CommandFailed(f"the workers were not ready within {within:.0f} s: {'; '.join(self._said.values())}")
             await asyncio.sleep(LOOK_S)
+
+    async def _watch(self, pool: Pool, seconds: float) -> None:
+        """Let the clients work for so long; say what workers do meanwhile, such as to end and to start again."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await self._look(pool, set())
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, pool: Pool, gone: set[str]) -> GroupStatus:
+        """Say what is new of the workers but those in `gone`."""
+        group = (await pool.status()).groups[0]
+        if group.down:
+            raise CommandFailed(f"the workers cannot run: {group.down}")
+        for worker in group.workers:
+            told = worker.detail if worker.detail != group.model else ""
+            stage = f"{worker.stage}{': ' + told[:TOLD] if told else ''}"
+            if self._said.get(worker.name) != stage and worker.incarnation not in gone:
+                self.say(f"  {worker.name} {stage}")
+                self._said[worker.name] = stage
+        return group
 
     async def _ask_again(self, pool: Pool, clients: list[DemoClient], killed_at: float) -> tuple[int, int]:
         """Repeat some requests, those that were under way at the kill first. Returns how many, and how many scores differ."""

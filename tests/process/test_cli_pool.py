@@ -345,6 +345,20 @@ def test_the_demo_on_the_sim_engine_loses_nothing(processes: Processes) -> None:
         assert re.search(words, out)
 
 
+def test_the_demo_says_why_a_worker_ended_that_it_did_not_kill(processes: Processes) -> None:
+    process = start(processes, "demo", "--engine", "sim")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Client online-2" in line:
+            break
+    latest = max(psutil.Process(process.pid).children(recursive=True), key=psutil.Process.create_time)
+    latest.kill()  # a worker: all other processes were there before it
+    code, out, _ = end(process)
+    assert code == 0
+    assert re.search(r"workers started again +2 ", out)
+    assert re.search(r"demo-\d backoff: ended by SIGKILL\n(?s:.*)\nKilled demo", out)
+
+
 def test_an_interrupted_demo_leaves_no_process(processes: Processes) -> None:
     process = start(processes, "demo", "--engine", "sim")
     assert process.stdout is not None
