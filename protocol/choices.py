@@ -19,14 +19,14 @@ _tag = msgspec.msgpack.Decoder(_Tag)
 
 def choices(union: Any, frame: bytes | memoryview, path: str) -> list[str]:
     """What the value at `path`, as msgspec writes paths, of the message in `frame` may be; `union`: the messages of which it is
-    one. Empty: other values than a few texts, or the rest of `frame` is broken, too."""
+    one; not "", the default of some. Empty: other values than a few texts, or the rest of `frame` is broken, too."""
     try:
         found: list[Any] = [_messages(union).get(_tag.decode(frame).type)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
     for step in _STEP.findall(path):
         found = [below for one in found for below in _below(one, step)]
-    return [str(value) for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
+    return [str(value) for one in found if isinstance(one, inspect.LiteralType) for value in one.values if value != ""]
 
 
 @lru_cache(maxsize=8)

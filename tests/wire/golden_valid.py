@@ -66,7 +66,7 @@ _PAIRS = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ITEMS, ITEM_
 _ROW_LABELS = Array("labels", "int32", (2, 2), (5, 6, 7, 5))
 _CHATS = (
     text("items", '[{"role":"user","content":"Grüße"}][{"role":"system","content":""},{"role":"user","content":"b"}]'),
-    lengths("item_lengths", 36, 63),
+    lengths("item_lengths", 37, 62),
 )
 _EMBED_TEXT = (text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
 _TOKENIZE: dict[str, Any] = {"type": "tokenize_texts", "id": 4, "frames": _specs(*_EMBED_TEXT)}

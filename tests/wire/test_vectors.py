@@ -1,5 +1,6 @@
 """The golden messages of protocol/vectors: what is valid is understood and made, byte for byte; what is not is refused."""
 
+import itertools
 import json
 import random
 import struct
@@ -139,6 +140,17 @@ def test_a_valid_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
 
 
 @each_valid
+def test_each_text_of_a_valid_vector_is_whole_and_each_chat_is_one(vector: dict[str, Any]) -> None:
+    arrays: dict[str, Any] = {array["name"]: array for array in vector["valid"]["payload"]}
+    for name, lengths in (("items", "item_lengths"), ("query", "query_lengths"), ("texts", "text_lengths")):
+        if lengths in arrays and arrays[name]["dtype"] == "utf8":
+            ends: list[int] = list(itertools.accumulate(arrays[lengths]["values"], initial=0))
+            rows = [payload_of(arrays[name])[begin:end].decode() for begin, end in itertools.pairwise(ends)]
+            if vector["valid"]["header"].get("chat") is not None:
+                assert all(isinstance(json.loads(row), list) for row in rows)
+
+
+@each_valid
 def test_the_values_of_a_valid_vector_encode_to_its_bytes(vector: dict[str, Any]) -> None:
     frame0 = frames_of(vector)[0]
     header = restored(vector["valid"]["header"])
@@ -146,6 +158,13 @@ def test_the_values_of_a_valid_vector_encode_to_its_bytes(vector: dict[str, Any]
     encoded = encode_header(message)
     assert (encoded == frame0) == vector["valid"]["exact"]
     assert msgspec.msgpack.decode(encoded) == header, "no default is sent, and nothing is lost"
+
+
+def test_an_error_about_a_choice_names_all_that_can_be_chosen() -> None:
+    vector = next(vector for vector in INVALID if vector["name"] == "truncation-unknown")
+    with pytest.raises(WireError, match=r"; one of error, left, right$") as refused:
+        receive(vector)
+    assert refused.value.limit == "error, left, right"
 
 
 @each_invalid

@@ -205,7 +205,7 @@ def check_request(message: RequestMessage) -> None:
         text = f"min_version: {message.min_version} with version = {version}; at most version"
         raise bad("min_version", text, str(version))
     if message.timeout_ms is not None and message.timeout_ms <= 0:
-        raise bad("timeout_ms", f"timeout_ms: {message.timeout_ms}; a timeout is more than 0", "0")
+        raise bad("timeout_ms", f"timeout_ms: {message.timeout_ms}; at least 1", "1")
 
 
 def longest_row(can: Capabilities) -> int:
