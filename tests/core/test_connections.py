@@ -27,6 +27,7 @@ def test_connections_leave_descriptors_for_everything_else(files: int, clients: 
         return
     assert found.clients + found.workers + RESERVE + EACH_WORKER * workers <= files
     assert 1 <= found.welcome <= min(clients, found.clients)
+    assert found.workers >= 2 * workers, "each can connect, also while the one before it is still connected"
 
 
 def test_a_default_limit_fits_the_usual_number_of_files() -> None:

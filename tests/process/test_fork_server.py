@@ -346,7 +346,9 @@ def test_a_fork_server_that_is_killed_costs_no_worker_and_is_started_again(run: 
     run(act, SERVER)
 
 
-def test_a_fork_server_that_hangs_is_replaced(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_hangs_is_replaced(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def act(launched: Launched) -> None:
         assert launched.launcher.start("g", 0, "g-0.1")
         assert (await launched.reported()).reason == FORKED
@@ -355,6 +357,7 @@ def test_a_fork_server_that_hangs_is_replaced(run: Callable[..., None], monkeypa
         with monkeypatch.context() as patch:
             patch.setattr("enginepool.host.fork_server.FORK_S", 0.1)
             assert launched.launcher.start("g", 0, "g-0.2")
+        assert "ended, because a fork took longer than 1 s; the worker is started without it\n" in capfd.readouterr().err
         assert (await launched.reported()).reason == STARTED
         async with asyncio.timeout(PATIENCE_S):
             while server.is_running():

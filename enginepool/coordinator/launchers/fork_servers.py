@@ -2,7 +2,8 @@
 
 There is one for each environment in which engines import it; the workers of most pools share one. It is started with the first
 of its workers, which waits until the import is done, as it would wait for its own. A server that cannot be used, or that does
-not get ready in time, does without: its workers are started instead. One that ends is started again with the next worker.
+not get ready in time, does without: its workers are started instead. One that ends after it was ready is started again with the
+next worker; one that ended before that is not, as it would keep each worker waiting.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from enginepool.coordinator.launchers.exit_reasons import how_it_ended
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess
-from enginepool.host.fork_server import ForkServer
+from enginepool.host.fork_server import FORK_S, ForkServer
 
 COMMAND = (sys.executable, "-m", "enginepool.workers.fork_server")
 #: the file in the folder of logs
@@ -135,8 +136,10 @@ class ForkServers:
             get_running_loop().remove_reader(server.connection)
             server.connection.close()
 
-    def failed(self, broken: ForkServer) -> None:
+    def failed(self, broken: ForkServer, error: OSError) -> None:
         """It did not fork: end it. The next worker starts another one."""
+        why = f"took longer than {FORK_S:g} s" if isinstance(error, TimeoutError) else f"failed: {os_error(error)}"
+        log(f"the fork server of workers is ended, because a fork {why}; the worker is started without it")
         for server in self._servers.values():
             if server.server is broken and server.process is not None:
                 server.process.kill()

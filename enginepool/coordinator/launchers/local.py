@@ -189,8 +189,8 @@ class LocalLauncher:
         if server is not None:
             try:
                 return ChildProcess.fork(server, COMMAND, environment, log=output)
-            except OSError:
-                self._fork_servers.failed(server)
+            except OSError as error:
+                self._fork_servers.failed(server, error)
         return ChildProcess.start(COMMAND, environment, log=output, lifeline=self._context.lifeline)
 
     def _spec(self, group: str, index: int, incarnation: str, weights: GroupWeights | None, stager: str) -> dict[str, Any]:

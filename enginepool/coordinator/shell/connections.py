@@ -24,6 +24,8 @@ from enginepool.errors import ConfigError
 OPEN_FILES = 65_536
 #: descriptors for what is no connection, and for each worker that this pool starts
 RESERVE, EACH_WORKER = 64, 4
+#: links of each worker that this pool starts
+LINKS = 2
 #: connections of clients above `limits.clients`, at most: these are told why they are refused, others are closed
 TOLD = 256
 #: events of one socket that wait, at most: libzmq's default for a socket that sends, and one here
@@ -60,19 +62,20 @@ def raise_open_files() -> int:
 
 def shares(files: int, clients: int, workers: int) -> Shares:
     """What `limits.clients` and the workers that a pool starts get of so many open files. Up to half of them is for connections
-    that were accepted and not counted yet; a quarter of the rest is for links of workers.
+    that were accepted and not counted yet. A quarter of the rest is for links of workers, and at least two for each: one that
+    is started again may come before the link of the one before it is closed.
 
     Raises:
-        ConfigError: not even one client could connect.
+        ConfigError: not even these and one client could connect.
     """
     ahead = min(2 * AHEAD, files // 2)
     room = files - ahead - RESERVE - EACH_WORKER * workers
-    links = room // 4
+    links = max(room // 4, LINKS * workers)
     room -= links
     told = min(TOLD, room // 8)
     welcome = min(clients, room - told)
     if welcome < 1:
-        least = 2 * (RESERVE + EACH_WORKER * workers + 2) + 2
+        least = 2 * (RESERVE + (EACH_WORKER + LINKS) * workers + 2) + 2
         raise ConfigError(f"RLIMIT_NOFILE is {files}: a pool of {workers} workers needs {least} or more (ulimit -n)")
     return Shares(welcome + told, links, welcome, ahead == 2 * AHEAD)
 

@@ -147,7 +147,7 @@ class Daemon:
     def _connected(self, router: Router) -> None:
         """Connections came or went."""
         if router.connections.read():
-            what = "limits.clients" if router is self.sockets.clients else "a quarter of RLIMIT_NOFILE"
+            what = "limits.clients" if router is self.sockets.clients else "the share of workers in RLIMIT_NOFILE"
             text = (
                 f"{router.endpoint}: {router.connections.most} connections are open; by {what} further ones are closed at once"
             )
