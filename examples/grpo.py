@@ -67,7 +67,7 @@ async def train(pool: Pool, path: str) -> None:
     asked: dict[str, Any] = {"group": "policy", "max_new_tokens": TOKENS, "temperature": 1.0}
     async with WeightPublisher(pool, group="policy", device="cpu") as publisher:
         version = (await publisher.publish(model, in_flight="abort")).version
-        rollout = pool.rollout(prompts, SAMPLES, reward=even, max_staleness=1, max_in_flight=2 * GROUPS, **asked)
+        rollout = pool.rollout(prompts, SAMPLES, reward=even, max_staleness=1, max_in_flight=GROUPS, **asked)
         async with rollout:
             for step in range(STEPS):
                 groups = await rollout.take(GROUPS)

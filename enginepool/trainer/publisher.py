@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_options, check_timeout, kind, utf8
 from enginepool.client.metadata_update import publish_message
 from enginepool.client.session.events import CommittedWeightsLost
-from enginepool.errors import BadRequest, EnginepoolError
+from enginepool.errors import BadRequest, EnginepoolError, PoolClosed
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, RunningGenerations
@@ -138,6 +138,7 @@ class WeightPublisher:
         self._pool = pool
         self._retry_s = check_timeout(retry_timeout, "retry_timeout", zero=True) or 0.0
         self._asking: asyncio.Task[None] | None = None
+        self._closed = False
         if pool is not None:
             pool.connection.wanted.append(self._hear_wanted)
             # The pool may have said so before this publisher existed.
@@ -246,7 +247,9 @@ class WeightPublisher:
         new_run: bool = False,
         manifest: Described | None = None,
     ) -> tuple[Publish, Callable[[], SendPlan]]:
-        """The message that opens an update, and how its plan is made. Raises BadRequest."""
+        """The message that opens an update, and how its plan is made. Raises BadRequest, PoolClosed."""
+        if self._closed:
+            raise PoolClosed("the publisher is closed")
         check_choice("transfer", transfer, ("staged", "direct", "ipc"))
         publish = publish_message(
             0 if version is None else version,
@@ -266,7 +269,9 @@ class WeightPublisher:
         return (await self._pool.weights(self.group, timeout=self._context.timeout)).version + 1
 
     async def close(self) -> None:
-        """Give up what is under way, leave the process group, give memory back. Twice is once."""
+        """Give up what is under way, leave the process group, give memory back. Twice is once. Updates after it raise
+        PoolClosed."""
+        self._closed = True
         if self._context.current is not None and not self._context.loop.is_closed():
             await self._context.current.abort("the publisher closed")
         if self._asking is not None:

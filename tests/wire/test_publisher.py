@@ -57,12 +57,14 @@ def heal(processes: list[Receiver]) -> None:
             processes[i] = Receiver()
 
 
+SETTINGS: dict[str, Any] = {"device": "cpu", "bucket_bytes": BUCKET, "collective_timeout": 15.0, "retry_timeout": 0}
+
+
 def play(updates: FakeUpdates, scene: Scene, **options: Any) -> None:
     """Run a scene with a publisher in it; then publish once more, which has to succeed."""
 
     async def main() -> None:
-        settings: dict[str, Any] = {"device": "cpu", "bucket_bytes": BUCKET, "collective_timeout": 15.0, "retry_timeout": 0}
-        settings |= options
+        settings = SETTINGS | options
         async with Pool.connect(updates.coordinator.address) as pool, WeightPublisher(pool, **settings) as publisher:
             await scene(pool, publisher, updates)
             heal(updates.receivers)
@@ -121,6 +123,18 @@ def test_every_receiver_has_the_bytes_of_the_module_and_the_group_is_kept(update
 
     play(updates, scene)
     assert len({(publish.peer, publish.address) for publish in updates.published}) == 1
+
+
+def test_a_publisher_that_is_closed_takes_no_update(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        async with WeightPublisher(pool, **SETTINGS) as own:
+            await own.publish(model(1), 1)
+        for begin in (own.publish, own.start):
+            with pytest.raises(errors.PoolClosed, match="the publisher is closed"):
+                await begin(model(2), 2)
+        assert [publish.version for publish in updates.published] == [1]
+
+    play(updates, scene)
 
 
 def test_options_arrive_under_their_wire_names(updates: FakeUpdates) -> None:
@@ -602,9 +616,10 @@ def test_closing_the_publisher_ends_an_update_that_has_just_begun(
             return open_endpoint(context)
 
         monkeypatch.setattr(PublisherContext, "open_endpoint", slow)
-        starting = asyncio.create_task(publisher.start(model(1), 1))
+        own = WeightPublisher(pool, **SETTINGS)
+        starting = asyncio.create_task(own.start(model(1), 1))
         await reached(listening)
-        closing = asyncio.create_task(publisher.close())
+        closing = asyncio.create_task(own.close())
         await asyncio.sleep(0)
         may.set()
         with pytest.raises(errors.UpdateAborted, match="the publisher closed"):
