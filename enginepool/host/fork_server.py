@@ -19,8 +19,8 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 
 import msgspec
 
-#: seconds that a fork may take, which takes milliseconds; the caller waits for it
-FORK_S = 1.0
+#: seconds that a fork may take, and its caller waits. It takes milliseconds; a host with too much work needed more than 1 s.
+FORK_S = 5.0
 #: as sys/prctl.h has it
 _PR_SET_CHILD_SUBREAPER = 36
 #: bytes of a request, and descriptors that come with one
