@@ -12,6 +12,7 @@ On a CPU nothing is packed: there both pools are plain ones.
 
 import argparse
 import asyncio
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,7 +91,8 @@ async def answered(
 
 
 def rows_of(what: str, packed: tuple[Answers, Answers], plain: tuple[Answers, Answers]) -> list[Row]:
-    """How far answers are apart: on average and at most. The ratio is to packed answers with the items in another order."""
+    """How far answers are apart: on average and at most. The ratio is to packed answers with the items in another
+    order, and 1 where neither differ."""
 
     def apart(one: Answers, other: Answers) -> Answers:
         return np.abs(one - other)
@@ -102,7 +104,8 @@ def rows_of(what: str, packed: tuple[Answers, Answers], plain: tuple[Answers, An
         noise = float(measure(pairs[OTHERWISE]))
         for who, found in pairs.items():
             value = float(measure(found))
-            rows.append(Row(f"{what}: apart {name}", who, value, "", value / noise if noise and who == APART else None))
+            ratio = value / noise if noise else math.inf if value else 1.0
+            rows.append(Row(f"{what}: apart {name}", who, value, "", ratio if who == APART else None))
     return rows
 
 

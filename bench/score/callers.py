@@ -20,7 +20,6 @@ class Answer(NamedTuple):
     """The answers. Only the pool says how many forwards its batches took and where the time went."""
 
     scores: list[list[float]]
-    tokens: int
     forwards: tuple[int, ...] = ()
     queued_s: float = 0.0
     run_s: float = 0.0
@@ -71,7 +70,7 @@ class PoolCaller:
         if (result.hidden is not None) != shape.hidden:
             raise ValueError("hidden states came, or did not come, against what was asked")
         timings = result.timings
-        return Answer(result.scores.tolist(), result.usage.tokens, result.forwards, timings.queued_s, timings.run_s)
+        return Answer(result.scores.tolist(), result.forwards, timings.queued_s, timings.run_s)
 
     async def counters(self) -> dict[str, int]:
         status = await self._pool.status()
@@ -92,13 +91,8 @@ class PoolCaller:
         await self._pool.close()
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-
-
 class _Scored(msgspec.Struct):
     scores: list[list[float]]
-    usage: _Usage | None = None
     pooled_hidden_states: list[list[float] | None] | None = None
 
 
@@ -149,7 +143,7 @@ class HttpCaller:
         scored = self._decode(text)
         if len(scored.scores) != rows or (scored.pooled_hidden_states is not None) != shape.hidden:
             raise RuntimeError(f"not the answer to what was asked: {text[:200]!r}")
-        return Answer(scored.scores, scored.usage.prompt_tokens if scored.usage else 0)
+        return Answer(scored.scores)
 
     async def counters(self) -> dict[str, int]:
         return {}

@@ -72,8 +72,8 @@ class Latency(msgspec.Struct, frozen=True):
 class Measured(msgspec.Struct, frozen=True):
     """The outcome of a phase.
 
-    per_second: requests answered a second, within the phase and after its ramp; items, tokens: the same of rows and of the
-    prompt tokens that the contestant says it computed. queued_ms, run_ms: medians of what the pool says of each request.
+    per_second: requests answered a second, within the phase and after its ramp; items: the same of rows. queued_ms, run_ms:
+    medians of what the pool says of each request.
     late_ms: how late the load itself was with a question, 99th percentile. counters: what the pool counted meanwhile.
     split: answers with a batch of more than one forward. failed: requests with another answer than scores, and one of those.
     """
@@ -81,7 +81,6 @@ class Measured(msgspec.Struct, frozen=True):
     priorities: dict[int, Latency]
     per_second: float
     items: float
-    tokens: float
     queued_ms: float = 0.0
     run_ms: float = 0.0
     late_ms: float = 0.0
@@ -199,7 +198,6 @@ def summary(done: list[_Done], begin: float, end: float, counters: dict[str, int
         priorities,
         len(counted) / (end - begin),
         sum(len(answer.scores) for answer in counted) / (end - begin),
-        sum(answer.tokens for answer in counted) / (end - begin),
         queued_ms=_median([answer.queued_s for _, answer in good]) * 1000,
         run_ms=_median([answer.run_s for _, answer in good]) * 1000,
         late_ms=float(np.percentile([one.late for one in done] or [0.0], 99)) * 1000,

@@ -131,9 +131,8 @@ class Contest:
         phase = drive(self._running.load, Closed(shape, seconds, in_flight))
         ended = time.monotonic()
         spent = {role: cpu_seconds(pids) - before[role] for role, pids in roles.items()}
-        self._say(f"saturation: {phase.items:.0f} items/s, {phase.tokens:.0f} tokens/s")
+        self._say(f"saturation: {phase.items:.0f} items/s")
         yield "saturation", Number(phase.items, "items/s")
-        yield "saturation: tokens", Number(phase.tokens, "tokens/s")
         yield from self._inside("saturation", phase)
         share = self._gpu.between(began + 0.2 * seconds, began + seconds)
         if share is not None:
