@@ -173,9 +173,6 @@ class Daemon:
         """Paths of the state directory were removed or renamed: what else lies there is made again."""
         self.launcher.restore_folders()
         self._writer.write_history()
-        for router in (self.sockets.clients, self.sockets.workers):
-            if line := router.bind_again():
-                log(line)
 
     def _end_all(self) -> None:
         self.launcher.stop_all()

@@ -19,6 +19,7 @@ import zmq
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.shell.authentication import Authenticator
 from enginepool.coordinator.shell.connections import OPEN_FILES, Connections, disconnect, is_open
+from enginepool.coordinator.shell.log import log
 from enginepool.coordinator.shell.outbox import Outbox
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.coordinator.shell.socket_files import lock_socket_file
@@ -127,6 +128,8 @@ class Router:
         #: something was sent since the shell last fell asleep, or was about to
         self.sent = False
         self.endpoint = ""
+        #: why the file of the ipc socket, which was removed, could not be made again
+        self._unbound = ""
 
     def bind(self, endpoint: str, gate: Authenticator | None = None) -> None:
         """Bind, or raise ConfigError. `gate`: keys, for TCP."""
@@ -138,20 +141,24 @@ class Router:
         _listen(self._socket, endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def bind_again(self) -> str:
-        """Listen again where the file of the ipc socket was removed; links that stand are not touched. Returns why it could
-        not, or ""."""
+    def _keep_file(self) -> None:
+        """Listen again where the file of the ipc socket was removed; links that stand are not touched."""
         endpoint = self.endpoint
         if not endpoint.startswith("ipc://") or os.path.exists(endpoint.removeprefix("ipc://")):
-            return ""
+            return
         if self._lock is not None:
             self._lock.close()
         try:
             # The old socket stays bound as well: its end would remove the file of the new one.
             self.bind(endpoint)
         except ConfigError as error:
-            return str(error)
-        return ""
+            why = f"{error}; its file was removed, and this is tried again every second"
+            if why != self._unbound:
+                log(why)
+            self._unbound = why
+        else:
+            log(f"{endpoint}: its file was removed: listening again")
+            self._unbound = ""
 
     def peer(self, frame: zmq.Frame) -> Peer:
         """Who sent this frame."""
@@ -262,7 +269,9 @@ class Router:
         return True
 
     def sweep(self) -> None:
-        """About once a second: ask peers that were sent little whether they have read it, and cut peers that never answer."""
+        """About once a second: ask peers that were sent little whether they have read it, and cut peers that never answer.
+        Listen where the file of the socket was removed."""
+        self._keep_file()
         now = time.monotonic()
         for link, outbox in list(self._outboxes.items()):
             if outbox.token:
