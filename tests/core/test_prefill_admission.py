@@ -185,33 +185,69 @@ def test_a_sequence_that_is_given_up_leaves_its_room_to_others(place: int) -> No
     check(test)
 
 
+def test_two_that_are_cancelled_at_the_same_time_both_end() -> None:
+    """As the sequences of a generation that a pause or an update ends."""
+    left: list[int] = []
+
+    async def sequence(admission: PrefillAdmission, tokens: int) -> None:
+        prefill = Prefill(admission, tokens, 0)
+        try:
+            await prefill.turn
+            await asyncio.Event().wait()
+        finally:
+            prefill.over()
+            left.append(tokens)
+
+    async def run() -> None:
+        admission = PrefillAdmission(ROOM)
+        tasks = [asyncio.create_task(sequence(admission, tokens)) for tokens in (2 * ROOM, ROOM + 50)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [True, True]
+
+    asyncio.run(run())
+    assert left == [2 * ROOM, ROOM + 50]
+
+
 @given(
     st.lists(
         st.one_of(
             st.tuples(st.just("arrive"), st.integers(1, 2 * ROOM), st.integers(-1, 1)),
             st.tuples(st.just("prefill"), st.just(0), st.just(0)),
             st.tuples(st.just("decode"), st.just(0), st.just(0)),
-            st.tuples(st.just("over"), st.integers(0, 50), st.just(0)),
+            st.tuples(st.sampled_from(["over", "cancel"]), st.integers(0, 50), st.just(0)),
         ),
         max_size=60,
     )
 )
 def test_no_prompt_waits_for_nothing_and_no_engine_is_given_too_much(moves: list[tuple[str, int, int]]) -> None:
     def test(on: Sequences) -> None:
+        cancelled: list[Prefill] = []
         for what, number, priority in moves:
+            cancelled, before = [], cancelled
             if what == "arrive":
                 on.arrive(1, number, priority)
             elif what == "prefill":
                 on.prefill()
             elif what == "decode":
                 on.decode()
-            elif number < len(on.all):
+            elif number < len(on.all) and what == "over":
                 on.all[number].over()
+            elif number < len(on.all) and on.all[number].turn.cancel():
+                cancelled = [on.all[number]]  # a task that is cancelled says so a turn of the loop later
+            for one in before:
+                one.over()
+            if cancelled:
+                continue
             for one in on.all:
                 inside = [other.tokens for other in on.all if other.state == "inside" and other.priority == one.priority]
                 assert len(inside) <= 1 or sum(inside) <= 2 * ROOM
             if "w" in on.states():
                 assert "i" in on.states() or "d" in on.states()
+        for one in cancelled:
+            one.over()
         while "w" in on.states():  # prefills and decodes alone hand over all of them
             before = on.states()
             on.prefill()

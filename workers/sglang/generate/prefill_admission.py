@@ -82,7 +82,7 @@ class PrefillAdmission:
         opened = False
         while self._waiting:
             one = self._waiting[0][2]
-            if one.state == "waits":
+            if one.state == "waits" and not one.turn.done():  # a task that was cancelled calls `over` a turn of the loop later
                 inside = _from(self._inside, one.priority)
                 room = self._room_for(one.priority, inside, opened)
                 if inside + one.tokens > room and (inside or not room):
