@@ -6,7 +6,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
-from enginepool.protocol.messages import Batch, Idle, Ready, Result
+from enginepool.protocol.messages import Batch, Exiting, Idle, Ready, Result
 from enginepool.protocol.messages.weights import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.machines import Sent as Message_
@@ -178,7 +178,7 @@ def test_a_worker_that_an_operator_restarts_while_it_starts_on_the_checkpoint_ma
 
 
 @pytest.mark.parametrize("mode", ["rolling", "at_once"])
-@pytest.mark.parametrize("fault", ["exit", "permanent", "digest", "silent"])
+@pytest.mark.parametrize("fault", ["exit", "permanent", "unusable", "digest", "silent"])
 def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_weights(mode: str, fault: str) -> None:
     pool = RestartPool(1 if mode == "at_once" else 2, mode)
     pool.offer()
@@ -188,7 +188,12 @@ def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_w
     elif fault == "silent":
         pool.live(pool.machine.core.config.timing.starting_s + 1.0)
     else:
-        pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no such quantization", fault == "permanent"))
+        name = pool.started.pop(0).incarnation
+        if fault == "unusable":  # it says so itself before it ends
+            pool.do(ev.WorkerRegistered(0, b"new", "g", name, 1, "host"))
+            pool.do(ev.WorkerSaid(0, b"new", Exiting("no such quantization", failed=True, permanent=True)))
+            assert pool.killed.pop() == name
+        pool.do(ev.WorkerExited(0, name, "no such quantization", fault != "exit"))
     story = failures(pool.sent)[1]
     assert (story.code, "did not start on it" in story.message) == ("update_aborted", True)
     if fault == "digest":

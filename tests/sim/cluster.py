@@ -68,6 +68,8 @@ class Cluster:
             engine.version, engine.digest = weights.version, self.disks.checkpoints[weights.path]
             if engine.digest != weights.digest or self.world.chance(self.unstartable):
                 engine.broken = engine.by_chance("it does not start on this checkpoint")
+                committed = any(one.committed and one.version == weights.version for one in self.oracle.weights[group])
+                engine.unusable = not committed and sum(incarnation.encode()) % 2 == 0
         if index < self.unloadable.get(group, 0):
             pid, address = self.world.random.randint(2, 1 << 22), self.world.random.getrandbits(47)
             worker.engine.broken = f"[pid {pid}] {incarnation}: <Loader at {address:#x}> finds no such model"
@@ -132,7 +134,7 @@ class Cluster:
             self.world.now,
             worker.incarnation,
             reason,
-            permanent=reason == "unusable",
+            permanent=reason == "unusable" or worker.code == Exit.UNUSABLE,
             failed=failed_by_itself(worker.code),
             out_of_memory=worker.code == Exit.OUT_OF_MEMORY,
         )

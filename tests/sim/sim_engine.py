@@ -110,6 +110,8 @@ class SimEngine:
         self.dead = False
         #: why it never loads, or ""
         self.broken = ""
+        #: such a failure is said to be the same at each start
+        self.unusable = False
         #: every batch that runs or waits to, and every generation
         self.inside: dict[TaskId, Task | SimGeneration] = {}
         self.generator = SimGenerator(self)
@@ -153,7 +155,7 @@ class SimEngine:
         last = world.between(0.1, 2.0) * profile.load_s
         world.after(0.3 * last, self._tell, EngineStage(0, "loading", "weights"))
         if self.broken:
-            world.after(0.5 * last, self.crash, self.broken)
+            world.after(0.5 * last, self.crash, self.broken, self.unusable)
             return
         if world.chance(profile.load_fails):
             world.after(0.5 * last, self.crash, self.by_chance("it did not load"))
@@ -173,11 +175,11 @@ class SimEngine:
         """A reason that no other process will have: its name with letters for digits."""
         return f"{reason}: {self.host.name.translate(_LETTERS)}"
 
-    def crash(self, reason: str) -> None:
+    def crash(self, reason: str, unusable: bool = False) -> None:
         """The engine is gone and says so."""
         if not self.dead:
             self.dead = True
-            self.host.post(EngineLost(self.world.now, reason))
+            self.host.post(EngineLost(self.world.now, reason, unusable))
 
     # --- scoring -------------------------------------------------------------------------------------------------------
 

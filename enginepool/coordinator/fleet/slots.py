@@ -97,7 +97,7 @@ class WorkerSlots:
             return
         if slot.uncommitted_weights is not None:
             # The process could not start on weights that are not committed: this does not count against the slot.
-            slot.loss_excused, permanent = True, False
+            slot.loss_excused = True
         if lacks_disk_space(slot.end_reason) and not core.draining:
             self._await_room(slot)
             return
@@ -108,8 +108,8 @@ class WorkerSlots:
             slot.loss_times.append(core.now)
             slot.short_runs += 1
             self._count_failure(slot)
+        why = self._why_retired(slot, permanent and not slot.loss_excused)
         slot.loss_excused = False
-        why = self._why_retired(slot, permanent)
         if core.draining or why:
             retire(slot, why)
             self._log_retired(slot)
