@@ -157,7 +157,6 @@ class Daemon:
         self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link, why)))
 
     def _worker_cut(self, link: Link, why: str) -> None:
-        why = why or "it does not read its messages"
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
     def _exited(self, event: ev.WorkerExited) -> None:
