@@ -277,7 +277,7 @@ def test_variables_that_are_no_utf_8_reach_forked_workers(run: Callable[..., Non
     run(act, SERVER)
 
 
-def test_the_log_of_the_fork_server_stays_while_those_of_ended_workers_go(
+def test_the_logs_of_the_fork_server_and_of_stagers_stay_while_those_of_ended_workers_go(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "KEPT_LOGS", 1)
@@ -286,7 +286,8 @@ def test_the_log_of_the_fork_server_stays_while_those_of_ended_workers_go(
         for number in range(4):
             assert launched.launcher.start("g", 0, f"g-0.{number}")
             assert (await launched.reported()).reason == FORKED
-        assert sorted(os.listdir(launched.directory / "logs")) == ["fork-server.log", "g-0.2.log", "g-0.3.log"]
+        kept = ["fork-server.log", "g-0.2.log", "g-0.3.log", "stager-g.0.log"]
+        assert sorted(os.listdir(launched.directory / "logs")) == kept
 
     run(act, SERVER)
 

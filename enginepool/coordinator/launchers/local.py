@@ -311,7 +311,8 @@ class LocalLauncher:
             return ""
 
     def _remove_old_logs(self) -> None:
-        ended = [path for path in self._logs.glob("*.log") if path.stem not in self._workers and path.name != LOG]
+        used = {LOG, *self._stagers.logs, *(f"{incarnation}.log" for incarnation in self._workers)}
+        ended = [path for path in self._logs.glob("*.log") if path.name not in used]
         for path in sorted(ended, key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
             path.unlink()
 

@@ -61,6 +61,11 @@ class Stagers:
         self._too_late: TimerHandle | None = None
         self._directory.mkdir(exist_ok=True)
 
+    @property
+    def logs(self) -> set[str]:
+        """The names of the files that stagers write to."""
+        return set(map(_log_of, self._stagers))
+
     def ensure(self, slot: str, environment: Mapping[str, str], *, device: str, gpus: int) -> str:
         """Let the stager of `slot` run: adopt that of an earlier coordinator, or start one. Returns its socket."""
         path = self._socket(slot)
@@ -134,7 +139,7 @@ class Stagers:
         try:
             for folder in (self._directory, self._logs):
                 folder.mkdir(exist_ok=True)
-            with open(self._logs / f"stager-{slot}.log", "ab") as output:
+            with open(self._logs / _log_of(slot), "ab") as output:
                 environment = {**stager.environment, "ENGINEPOOL_STAGER": stager.spec.decode()}
                 process = ChildProcess.start(COMMAND, environment, log=output, lifeline=self._lifeline)
             ProcessRecord.of(process.pid).write(self._record(slot))
@@ -195,3 +200,7 @@ class Stagers:
 
     def _record(self, slot: str) -> Path:
         return self._directory / f"{slot}.json"
+
+
+def _log_of(slot: str) -> str:
+    return f"stager-{slot}.log"
