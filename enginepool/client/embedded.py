@@ -8,6 +8,7 @@ client's session sends again what was not answered. A coordinator that SIGTERM e
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -29,8 +30,10 @@ from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import PrivateFolder, snapshot_folders
-from enginepool.host.restart_policy import BAD_CONFIG, CANNOT_WRITE, HOST_FAULT, STOPPED, RestartPolicy, exit_text
+from enginepool.host.restart_policy import BAD_CONFIG, CANNOT_WRITE, HOST_FAULT, HOST_FAULT_S, STOPPED, RestartPolicy, exit_text
 from enginepool.protocol.messages import ErrorReply
+
+log = logging.getLogger("enginepool")
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: Lines of the coordinator's stderr that go into an error.
@@ -177,11 +180,15 @@ class EmbeddedCoordinator:
             "ENGINEPOOL_LIFELINE": str(self._lifeline),
         }
         try:
-            with open(self._log, "ab") as log:
-                self._process = ChildProcess.start(COMMAND, environment, log=log, lifeline=self._lifeline)
+            with open(self._log, "ab") as output:
+                self._process = ChildProcess.start(COMMAND, environment, log=output, lifeline=self._lifeline)
         except OSError as error:
             text = f"the coordinator could not be started: {os_error(error)}"
-            self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
+            if not self._settled:
+                self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
+                return
+            log.warning("%s: %s; tried again after %g s", self.address, text, HOST_FAULT_S)
+            self._again = self._loop.call_later(HOST_FAULT_S, self._spawn)
             return
         self.starts += 1
         self._gone.clear()

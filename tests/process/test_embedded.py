@@ -267,6 +267,29 @@ def test_a_coordinator_that_cannot_be_started_is_an_error(monkeypatch: pytest.Mo
     uvloop.run(main())
 
 
+def test_a_coordinator_that_cannot_be_started_again_for_a_while_is_tried_until_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The program has no file descriptor left, for example."""
+    monkeypatch.setattr(embedded, "HOST_FAULT_S", 0.05)
+
+    def tries() -> int:
+        return sum("/nonexistent/python: No such file" in line and "tried again" in line for line in caplog.messages)
+
+    async def main() -> None:
+        async with Pool.start("sim", engine="sim") as pool:
+            await pool.ready(PATIENCE_S)
+            with monkeypatch.context() as without:
+                without.setattr(embedded, "COMMAND", ("/nonexistent/python",))
+                coordinator_of(pool).kill()
+                async with asyncio.timeout(PATIENCE_S):
+                    while tries() < 2:
+                        await asyncio.sleep(0.01)
+            assert (await pool.score([1], [[2]], label_token_ids=[3])).scores.shape == (1, 1)
+
+    uvloop.run(main())
+
+
 def test_a_coordinator_that_dies_again_and_again_is_given_up_with_the_story(
     stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):

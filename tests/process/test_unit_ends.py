@@ -22,7 +22,9 @@ NEXT = WorkerSettings("g", '{"model": "other", "engine": "sim"}')
 
 
 class StandIn:
-    """A launcher whose first worker ends at once; the others end when they are killed."""
+    """A launcher whose first worker ends at once; the others end when they are killed, or drained."""
+
+    signals, drains = 1, True
 
     def __init__(self, context: LauncherContext) -> None:
         self._context = context
@@ -41,8 +43,11 @@ class StandIn:
         asyncio.get_running_loop().call_soon(self._context.exited, WorkerExited(0, incarnation, reason))
 
     def drain(self) -> None:
-        """Its workers have begun work. Meanwhile the signal arrives."""
-        os.kill(os.getpid(), signal.SIGTERM)
+        """Its workers have begun work. Meanwhile signals arrive."""
+        for _ in range(self.signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.drains:
+            self.stop(self.started[1], "drained")
 
     def finish(self, finished: Callable[[], None]) -> None:
         finished()
@@ -74,6 +79,30 @@ def test_a_signal_while_workers_drain_for_other_settings_ends_the_command(
     answers = [FIRST, NEXT, NEXT]
     assert serve(monkeypatch, tmp_path, answers) == 0
     assert answers == [NEXT], "the settings were asked for again"
+
+
+@pytest.mark.parametrize(("signals", "ends"), [(1, "drained"), (2, "stopped: the group has other settings now")])
+def test_the_second_signal_while_workers_drain_for_other_settings_kills_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int, ends: str
+) -> None:
+    reasons: list[str] = []
+    stop, drain = StandIn.stop, StandIn.drain
+
+    def stopped(self: StandIn, incarnation: str, reason: str) -> None:
+        reasons.append(reason)
+        stop(self, incarnation, reason)
+
+    def later(self: StandIn) -> None:
+        drain(self)
+        if signals == 1:
+            asyncio.get_running_loop().call_later(0.1, self.stop, self.started[1], "drained")
+
+    monkeypatch.setattr(StandIn, "signals", signals)
+    monkeypatch.setattr(StandIn, "drains", False)
+    monkeypatch.setattr(StandIn, "stop", stopped)
+    monkeypatch.setattr(StandIn, "drain", later)
+    assert serve(monkeypatch, tmp_path, [FIRST, NEXT, NEXT]) == 0
+    assert reasons == ["it ends", ends]
 
 
 def test_a_signal_while_the_other_settings_are_asked_for_ends_the_command(

@@ -188,7 +188,11 @@ class Unit:
         await asyncio.gather(*self._exits.values())
 
     def stop(self, reason: str, result: int | None = 0) -> None:
-        """Let begun work finish and end all; a second time: end all now."""
+        """Let begun work finish and end all; asked a second time by a signal: end all now. `result`: as in `run`."""
+        if self._stopping and self._result is None:
+            log(f"{reason}: the command ends once the workers have")
+            self._result = result
+            return
         if self._stopping:
             log("asked again to end: ending now")
             self._result = result
