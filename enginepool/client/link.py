@@ -147,10 +147,6 @@ class ClientLink:
         self._forgotten.detach()
         self._context.term()
 
-    @property
-    def closed(self) -> bool:
-        return self._context.closed
-
     def _read(self, socket: "zmq.Socket[bytes]") -> bool:
         """Read one message; False when there is none."""
         try:

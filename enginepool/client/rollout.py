@@ -123,22 +123,33 @@ class Rollout:
         error, which the next call raises. Other groups go on meanwhile. A call that is cancelled takes none."""
         check_int("count", count, 0, MAX_ID)
         drafts: list[Draft] = []
-        while len(drafts) < count:
-            try:
-                draft = await self._next()
-            except asyncio.CancelledError:
-                self._open += len(drafts)
-                self._ready.extendleft(reversed(drafts))
-                self._heard.set()
+        try:
+            while True:
+                while len(drafts) < count and (draft := await self._next()) is not None:
+                    drafts.append(draft)
+                if not await self._give_back_stale(drafts):
+                    break
+        except asyncio.CancelledError:
+            self._open += len(drafts)
+            self._ready.extendleft(reversed(drafts))
+            self._heard.set()
+            raise
+        except Exception:
+            if not drafts:
                 raise
-            except Exception:
-                if not drafts:
-                    raise
-                break
-            if draft is None:
-                break
-            drafts.append(draft)
         return [draft.finished() for draft in drafts]
+
+    async def _give_back_stale(self, drafts: list[Draft]) -> bool:
+        """Whether some of several groups were too old once the last of them was finished: these are generated again."""
+        if self._max_staleness is None or len(drafts) < 2 or self._failure is not None:
+            return False
+        await self._look()
+        stale = [draft for draft in drafts if self._drop_stale(draft)]
+        for draft in stale:
+            drafts.remove(draft)
+            self._open += 1
+            self._spawn(self._finish(draft))
+        return bool(stale)
 
     async def result(self) -> list[RolloutGroup]:
         """All groups that were not taken, once they are finished."""
@@ -273,7 +284,8 @@ class Rollout:
         """An error of one prompt. The first one is logged, too: a loop that never reads `errors` would train on NaN."""
         if not self._told:
             self._told = True
-            log.warning("rollout: prompt %d: %s; `errors` of each group has what failed for it", draft.index, error)
+            what = error if isinstance(error, EnginepoolError) else repr(error)
+            log.warning("rollout: prompt %d: %s; `errors` of each group has what failed for it", draft.index, what)
         draft.errors.append(error)
 
     # --- the age of samples ----------------------------------------------------------------------------------------------

@@ -324,6 +324,25 @@ def test_samples_of_old_weights_are_dropped_and_generated_again(coordinator: Rol
     assert seeds == [5, 5, 7, 5], "not the same samples again"
 
 
+def test_groups_that_became_too_old_while_a_take_waited_for_others_are_generated_again(coordinator: RolloutCoordinator) -> None:
+    coordinator.groups = [GroupStatus("g", version=3)]
+
+    async def prompts() -> AsyncIterator[list[int]]:
+        yield [11]
+        yield [12]  # there is room for it once the first group was taken
+        coordinator.groups[0].version = coordinator.version = 5
+        yield [13]
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout(prompts(), 2, reward=length, max_staleness=0, max_new_tokens=2, max_in_flight=1)
+        groups = await taken(rollout, 3)
+        assert sorted((group.index, group.dropped) for group in groups) == [(0, 2), (1, 2), (2, 0)]
+        assert {sample.spans for group in groups for sample in group.samples} == {((5, 2),)}
+        assert await rollout.next_group() is None
+
+    scene(coordinator, main)
+
+
 @pytest.mark.parametrize("begins", [0, 1])
 def test_samples_of_a_new_run_are_not_too_old(coordinator: RolloutCoordinator, begins: int) -> None:
     coordinator.groups = [GroupStatus("g", version=3)]
