@@ -112,7 +112,8 @@ def _check_config(text: bytes) -> int:
         raise CheckpointError(f"{CONFIG_FILE}: target_modules is {targets!r:.80}; SGLang takes {allowed}")
     for key, values in _UNREAD.items():
         if (value := config.get(key)) not in values:
-            raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; leave it out")
+            same = f"lora_alpha = {alpha * rank**0.5:.6g} without it is the same" if key == "use_rslora" else "train without it"
+            raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; {same}")
     return rank
 
 

@@ -76,6 +76,7 @@ class GenerateCalls(RowCalls):
             min_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, stop,
             stop_token_ids, stop_regex, ignore_eos, logit_bias, sampling_seed, json_schema, regex, ebnf, structural_tag:
                 SGLang's sampling parameters, with its defaults, but for `max_new_tokens`. At most one of the last four.
+                `sampling_seed` has no effect in a group without the feature `deterministic`.
             allowed_token_ids, disallowed_token_ids: no token but these, or none of these, is chosen; 1 to 4096 ids. At most one
                 of the two, and not with a grammar.
             temperature_schedule: (initial, final, tokens), in place of `temperature`: the temperature goes in equal steps from
