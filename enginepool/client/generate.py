@@ -75,7 +75,7 @@ class GenerateCalls(RowCalls):
             max_new_tokens: tokens of each sequence, at most, with those of `continue_from`. Default: 128.
             min_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, stop,
             stop_token_ids, stop_regex, ignore_eos, logit_bias, sampling_seed, json_schema, regex, ebnf, structural_tag:
-                SGLang's sampling parameters, with its defaults, but for `max_new_tokens`. At most one of the last four.
+                SGLang's sampling parameters, with its defaults, but for `max_new_tokens`. At most one of the last four. A
                 `sampling_seed` has no effect in a group without the feature `deterministic`.
             allowed_token_ids, disallowed_token_ids: no token but these, or none of these, is chosen; 1 to 4096 ids. At most one
                 of the two, and not with a grammar.
@@ -101,8 +101,7 @@ class GenerateCalls(RowCalls):
                 and paths are for groups with `media_urls` and `media_root`. Default: none.
             continue_from: generations of these prompts, a group of `n` for each: sequences that were interrupted, or that ended
                 by their length and have fewer than `max_new_tokens`, go on after their tokens. The result has all tokens.
-            adapter: the LoRA adapter that generates, by the name that the group's configuration gives it. Default: None, the
-                model alone.
+            adapter: the LoRA adapter that generates, by its name in the group. Default: None, the model alone.
             group, priority, timeout, retry_busy, min_version: as in `score`.
             version: as in `score`; a call of which tokens were generated ends as `interrupted` once a newer one is committed.
 
