@@ -148,8 +148,7 @@ class VersionPassed(_WireCode, code="version_passed"):
 
 
 class WeightsRefused(_WireCode, ValueError, code="weights_refused"):
-    """The tensors do not fit the model, or hold NaN or infinity. No engine was touched. The message names tensors; `field` is
-    the one that holds NaN or infinity."""
+    """The tensors do not fit the model, or hold NaN or infinity; `field` names the first one. No engine was touched."""
 
 
 class UpdateAborted(_WireCode, code="update_aborted"):

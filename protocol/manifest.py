@@ -89,8 +89,9 @@ def difference(
     *,
     partial: bool = False,
     hints: bool = True,
-) -> str:
-    """Why `offered` does not fit the tensors that a worker's own load of its model took, or "": one line, the first few names.
+) -> tuple[str, str] | None:
+    """Why `offered` does not fit the tensors that a worker's own load of its model took: the first name at fault, and one line
+    with the first few. None: it fits.
 
     `optional` are names that the model knows and may do without (tied or skipped ones). A dtype may differ from the
     checkpoint's among floating ones: engines convert while they load. `hints`: also what a trainer's publisher can do about it.
@@ -98,21 +99,22 @@ def difference(
     mine = {tensor.name: tensor for tensor in model}
     unknown = [t.name for t in offered if t.name not in mine and t.name not in optional]
     if unknown:
-        return f"unknown names: {_some(unknown)}{_way_out(unknown[:_SHOWN], {*mine, *optional}) if hints else ''}"
+        way_out = _way_out(unknown[:_SHOWN], {*mine, *optional}) if hints else ""
+        return unknown[0], f"unknown names: {_some(unknown)}{way_out}"
     for tensor in offered:
         own = mine.get(tensor.name)
         if own is None:
             continue
         if tensor.shape != own.shape:
-            return f"{tensor.name}: shape {list(tensor.shape)}; the model has {list(own.shape)}"
+            return tensor.name, f"{tensor.name}: shape {list(tensor.shape)}; the model has {list(own.shape)}"
         if tensor.dtype != own.dtype and not (_plain_float(tensor.dtype) and _plain_float(own.dtype)):
-            return f"{tensor.name}: dtype {tensor.dtype}; the model has {own.dtype}"
+            return tensor.name, f"{tensor.name}: dtype {tensor.dtype}; the model has {own.dtype}"
     if not partial:
         offers = {tensor.name for tensor in offered}
         missing = [name for name in mine if name not in offers and name not in optional]
         if missing:
-            return f"missing names: {_some(missing)}{' (partial = true allows it)' if hints else ''}"
-    return ""
+            return missing[0], f"missing names: {_some(missing)}{' (partial = true allows it)' if hints else ''}"
+    return None
 
 
 def overflow(dtype: str, target: str) -> float:

@@ -252,7 +252,8 @@ class Restore(Message, tag="restore"):
 
 
 class Prepared(Message, tag="prepared"):
-    """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why.
+    """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why, and
+    `field` names the tensor at fault, if it is one.
     Without a code, `message` says why the bytes of an engine on GPUs will lie on the host.
 
     `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
@@ -270,6 +271,7 @@ class Prepared(Message, tag="prepared"):
     digest: str = ""
     no_staging: bool = False
     generations: RunningGenerations = "abort"
+    field: str = ""
 
 
 class Joined(Message, tag="joined"):

@@ -50,19 +50,20 @@ OPTIONAL = frozenset({"lm_head.weight"})
 )
 def test_an_unknown_name_that_a_publisher_could_rename_is_told_so(name: str, hint: str) -> None:
     offered = [*MODEL[1:], *tensors(name)]
-    assert difference(offered, MODEL, OPTIONAL) == f"unknown names: {name}{hint}"
-    assert difference(offered, MODEL, OPTIONAL, hints=False) == f"unknown names: {name}"
+    assert difference(offered, MODEL, OPTIONAL) == (name, f"unknown names: {name}{hint}")
+    assert difference(offered, MODEL, OPTIONAL, hints=False) == (name, f"unknown names: {name}")
 
 
 def test_one_of_the_names_that_are_shown_is_enough() -> None:
     names = ["a", "b", "module.model.norm.weight", "c"]
-    assert difference(tensors(*names), MODEL) == f"unknown names: a, b, module.model.norm.weight and 1 more{PREFIX}"
+    assert difference(tensors(*names), MODEL) == ("a", f"unknown names: a, b, module.model.norm.weight and 1 more{PREFIX}")
     names = ["a", "b", "c", "module.model.norm.weight"]
-    assert difference(tensors(*names), MODEL) == "unknown names: a, b, c and 1 more"
+    assert difference(tensors(*names), MODEL) == ("a", "unknown names: a, b, c and 1 more")
 
 
 def test_names_that_are_missing_may_be_so_where_a_publisher_says_it() -> None:
-    assert difference(MODEL[2:], MODEL) == f"missing names: {DENSE[0]}, {DENSE[1]} (partial = true allows it)"
-    assert difference(MODEL[2:], MODEL, hints=False) == f"missing names: {DENSE[0]}, {DENSE[1]}"
-    assert difference(MODEL[2:], MODEL, partial=True) == ""
-    assert difference(MODEL, MODEL, OPTIONAL) == ""
+    told = f"missing names: {DENSE[0]}, {DENSE[1]}"
+    assert difference(MODEL[2:], MODEL) == (DENSE[0], f"{told} (partial = true allows it)")
+    assert difference(MODEL[2:], MODEL, hints=False) == (DENSE[0], told)
+    assert difference(MODEL[2:], MODEL, partial=True) is None
+    assert difference(MODEL, MODEL, OPTIONAL) is None

@@ -253,7 +253,8 @@ def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> 
 def test_a_member_that_cannot_says_why(code: str) -> None:
     pool, trainer, links = ready()
     trainer.publish(1)
-    sent = pool.tell(links[1], Prepared(pool.update.id, code=code, message="unknown names: x"))
+    sent = pool.tell(links[1], Prepared(pool.update.id, code=code, message="unknown names: x", field="x"))
+    assert refusal(sent, 1).field == "x"
     assert "w1: unknown names: x" in aborted(pool, sent, code)
 
 

@@ -766,14 +766,14 @@ def test_findings_are_told_and_the_coordinator_judges_them(place: Place, trainer
 def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_moves(place: Place) -> None:
     async def story() -> None:
         async with place.worker() as worker:
-            for manifest, story_ in (
-                ([*MODEL, Tensor("d", "float32", (1,))], "unknown names: d"),
-                (MODEL[:2], "missing names: c"),
-                ([Tensor("a", "float32", (17, 30)), *MODEL[1:]], r"a: shape [17, 30]"),
-                ([*MODEL, MODEL[0]], "named twice"),
+            for manifest, story_, name in (
+                ([*MODEL, Tensor("d", "float32", (1,))], "unknown names: d", "d"),
+                (MODEL[:2], "missing names: c", "c"),
+                ([Tensor("a", "float32", (17, 30)), *MODEL[1:]], r"a: shape [17, 30]", "a"),
+                ([*MODEL, MODEL[0]], "named twice", ""),
             ):
                 prepared = await worker.prepare(manifest)
-                assert prepared.code == "weights_refused" and story_ in prepared.message
+                assert prepared.code == "weights_refused" and story_ in prepared.message and prepared.field == name
             assert (await worker.prepare(MODEL[:2], partial=True)).code == ""
         async with place.worker(tensors=[]) as worker:
             assert "takes no updates" in (await worker.prepare()).message

@@ -266,7 +266,7 @@ class Stager:
         if manifest:
             self.manifest = decode_manifest(manifest)
             if wrong := difference(self.manifest, MODEL, partial=message.partial):
-                self._say(Prepared(message.update, code="weights_refused", message=wrong))
+                self._say(Prepared(message.update, code="weights_refused", message=wrong[1], field=wrong[0]))
                 return
         elif message.transfer == "checkpoint" and message.path not in self.disks.checkpoints:
             self._say(Prepared(message.update, code="bad_request", message=f"path: {message.path} is not there"))

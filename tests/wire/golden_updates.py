@@ -316,7 +316,7 @@ def _from_worker() -> list[Valid]:
             "it has no memory for a staged transfer, and the others go on without it",
             {"type": "prepared", "update": UPDATE, **no, "no_staging": True},
         ),
-        Valid("prepared-refused", way, "the names do not fit", {"type": "prepared", "update": UPDATE, **no}),
+        Valid("prepared-refused", way, "the names do not fit", {"type": "prepared", "update": UPDATE, **no, "field": "x"}),
         Valid("joined", way, "the group stands", {"type": "joined", "update": UPDATE}),
         Valid(
             "joined-failed",

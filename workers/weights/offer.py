@@ -42,8 +42,9 @@ async def offered_weights(
         weights = NewWeights(tuple(decode_manifest(frames[0] if frames else b"")), bucket_bytes=bucket_bytes)
     model = engine.model_tensors()
     hints = prepare.transfer != "checkpoint"  # the publisher of a checkpoint has no such arguments
-    if why := difference(weights.tensors, model.tensors, model.optional, partial=prepare.partial, hints=hints):
-        raise UpdateRefusal(Prepared(prepare.update, code="weights_refused", message=why))
+    if misfit := difference(weights.tensors, model.tensors, model.optional, partial=prepare.partial, hints=hints):
+        name, why = misfit
+        raise UpdateRefusal(Prepared(prepare.update, code="weights_refused", message=why, field=name))
     if prepare.transfer == "ipc" and (why := _out_of_reach(engine, prepare)):
         message = f"no transfer by handles: {why}"
         raise UpdateRefusal(Prepared(prepare.update, code="unsupported", message=message))

@@ -323,7 +323,7 @@ class WorkerHeard(Event):
 
 
 class WorkerBroken(Event):
-    """A worker sent what no worker sends; `reason`: one line, "" if its link broke. `silent`: it does not read what it is sent."""
+    """A worker sent what no worker sends; `reason`: one line, "" if its link broke. `silent`: it does not read messages."""
 
     link: Link
     reason: str

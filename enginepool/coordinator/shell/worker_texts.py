@@ -27,6 +27,8 @@ def make_readable(message: m.Message) -> None:
                 part.message = one_line(part.message)
     elif (field := _FIELDS.get(type(message))) is not None and (text := getattr(message, field)):
         setattr(message, field, one_line(text))
+    if type(message) is m.Prepared and message.field:
+        message.field = one_line(message.field)
 
 
 def failed_step(step: m.Step) -> m.Step:

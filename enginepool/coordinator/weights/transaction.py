@@ -62,7 +62,8 @@ class Transactions:
             return
         if message.code and not update.loading:
             code = message.code if message.code in _TOLD else "update_aborted"
-            self.ending.abort(update, code, f"{worker.name}: {message.message}")
+            field = message.field if isinstance(message, Prepared) else ""
+            self.ending.abort(update, code, f"{worker.name}: {message.message}", field)
             return
         if _PHASE[type(message)] != update.phase or worker.incarnation not in update.pending:
             return
