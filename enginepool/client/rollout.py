@@ -54,6 +54,7 @@ class Rollout:
         prompts: Prompts,
         n: int,
         reward: Rewarder,
+        check: Callable[[], Awaitable[None]],
         committed: Callable[[], Awaitable[int]],
         max_staleness: int | None,
         max_in_flight: int,
@@ -61,7 +62,7 @@ class Rollout:
     ) -> None:
         """Not for callers: use `Pool.rollout`."""
         self._pool, self._prompts, self._n, self._reward = pool, prompts, n, reward
-        self._committed, self._max_staleness = committed, max_staleness
+        self._check, self._committed, self._max_staleness = check, committed, max_staleness
         self._options = options
         self._room = asyncio.Semaphore(max_in_flight)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -197,6 +198,7 @@ class Rollout:
 
     async def _feed(self) -> None:
         """Begin with each prompt as soon as there is room for it."""
+        await self._check()
         rows = _each(self._prompts)
         index = 0
         while True:

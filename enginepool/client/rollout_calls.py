@@ -11,6 +11,7 @@ from enginepool.client.rewards import RewardFunction, ToRow, rewarder
 from enginepool.client.rollout import Prompts, Rollout
 from enginepool.client.sampling import SamplingOptions
 from enginepool.client.score import ScoreCalls, ScoreOptions
+from enginepool.errors import UnknownGroup
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_SEQUENCES, Status, StatusReport
 
@@ -90,11 +91,34 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
         rewards = rewarder(self, reward, to_row, tokenizer, reward_options)
         committed = partial(self._committed, options.get("group", ""))
         in_flight = check_int("max_in_flight", max_in_flight, 1, _MAX_IN_FLIGHT)
-        return Rollout(self, prompts, n, rewards, committed, max_staleness, in_flight, asked)
+        named = partial(self._check_named, options.get("group", ""), options.get("adapter"), reward)
+        return Rollout(self, prompts, n, rewards, named, committed, max_staleness, in_flight, asked)
 
     async def _committed(self, group: str) -> int:
         """The committed weight version of a group. Raises UnknownGroup."""
-        return named_group((await self._connection.ask(Status(), StatusReport))[0], group).version or 0
+        return named_group(await self._report(), group).version or 0
+
+    async def _check_named(self, group: str, adapter: str | None, reward: object) -> None:
+        """Whether the adapter and the reward group exist, as far as the pool knows. Raises BadRequest, UnknownGroup."""
+        if adapter is None and not isinstance(reward, str):
+            return
+        report = await self._report()
+        if isinstance(reward, str) and reward not in (names := [status.name for status in report.groups]):
+            told = ", ".join(names)
+            raise UnknownGroup(f"reward: {reward!r} is none of the groups: {told}", field="reward", limit=told)
+        for status in report.groups:
+            limits = status.limits  # None until a worker is ready: then each request says it
+            if status.name == reward and limits is not None and "score" not in limits.operations:
+                has = ", ".join(limits.operations)
+                raise bad("reward", f"reward: group {reward!r} does not score; its operations: {has}", has)
+            if adapter is not None and limits is not None and status.name == (group or report.groups[0].name):
+                known = sorted({*limits.adapters, *(one.name for one in status.adapters)})
+                if adapter not in known:
+                    has = ", ".join(known) or "none"
+                    raise bad("adapter", f"adapter: {adapter!r} is not loaded; there are: {has}", has)
+
+    async def _report(self) -> StatusReport:
+        return (await self._connection.ask(Status(), StatusReport))[0]
 
 
 def _check(prompts: object, options: RolloutOptions) -> None:

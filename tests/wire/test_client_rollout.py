@@ -13,6 +13,7 @@ import pytest
 
 from enginepool import BlockingPool, Generation, Pool, Rollout, RolloutGroup, errors
 from enginepool.protocol.messages import Cancel, ErrorReply, FromClient, Generate, GroupStatus, Message
+from enginepool.protocol.messages.status import AdapterStatus, GroupLimits
 from tests.wire.generating_coordinator import GeneratingCoordinator, token
 
 
@@ -146,6 +147,7 @@ def test_a_reward_group_scores_ids_texts_or_what_to_row_says(coordinator: Rollou
             return " ".join(str(one) for one in ids)
 
     async def main(pool: Pool) -> None:
+        coordinator.groups = [GroupStatus("judge")]
         asked: dict[str, Any] = {"reward": "judge", "max_new_tokens": 2}
         options: Any = {"label_token_ids": [7], "priority": 5}
         [group] = await pool.rollout([[11, 12]], 2, reward_options=options, **asked).result()
@@ -341,6 +343,31 @@ def test_groups_that_became_too_old_while_a_take_waited_for_others_are_generated
         assert await rollout.next_group() is None
 
     scene(coordinator, main)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "said"),
+    [
+        ({"reward": "judgee"}, errors.UnknownGroup, "reward: 'judgee' is none of the groups: policy, judge"),
+        ({"reward": "policy"}, errors.BadRequest, "reward: group 'policy' does not score; its operations: generate"),
+        ({"adapter": "frnech"}, errors.BadRequest, "adapter: 'frnech' is not loaded; there are: french, german"),
+    ],
+)
+def test_what_no_prompt_could_use_is_said_before_any_is_generated(
+    coordinator: RolloutCoordinator, asked: dict[str, Any], kind: type[errors.EnginepoolError], said: str
+) -> None:
+    limits = GroupLimits("causal", 300, 100, 10, operations=("generate",), adapters=("german",))
+    adapters = [AdapterStatus("french", 1, "00" * 16)]
+    coordinator.groups = [GroupStatus("policy", limits=limits, adapters=adapters), GroupStatus("judge")]
+
+    async def main(pool: Pool) -> None:
+        options: dict[str, Any] = {"reward": length, **asked}
+        with pytest.raises(kind, match=f"^{said}$") as refused:
+            await pool.rollout([[11]], 2, group="policy", **options).next_group()
+        assert refused.value.field == said.partition(":")[0]
+
+    scene(coordinator, main)
+    assert not coordinator.asked
 
 
 @pytest.mark.parametrize("begins", [0, 1])
