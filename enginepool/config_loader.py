@@ -14,11 +14,12 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 import msgspec
 
 from enginepool.config import GPU_SIZES, GroupConfig, Limits, PoolConfig, RestartConfig, Timing, gpus_per_worker, uses_gpus
-from enginepool.conversion import TOML, located, value_at, wrong_type
+from enginepool.conversion import TOML, value_at, wrong_type
 from enginepool.errors import ConfigError
 from enginepool.host.model_folder import holds_model
 from enginepool.net.address import wrong_address
 from enginepool.net.media_urls import refuse_prefix
+from enginepool.protocol.errors import located
 from enginepool.protocol.redis_url import is_redis, redis_root
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")

@@ -3,19 +3,12 @@
 import re
 from typing import Any
 
-_AT = re.compile(r" - at `\$\.?(.*)`$")
 _WRONG_TYPE = re.compile(r"Expected `(.*)`, got `(.*)`")
 _TOO_LONG = re.compile(r"Expected `(.*)` of length <= (\d+)")
 _TYPES = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list"}
 #: msgspec's names of types, as TOML has them, and as JSON has them
 TOML = {**_TYPES, "object": "a table", "null": "left out"}
 JSON = {**_TYPES, "object": "an object", "null": "null"}
-
-
-def located(text: str) -> tuple[str, str]:
-    """The path of the value in a text of msgspec, "" for the whole, and what is wrong with it."""
-    at = _AT.search(text)
-    return (at.group(1), text[: at.start()]) if at else ("", text)
 
 
 def wrong_type(what: str, types: dict[str, str]) -> tuple[str, str]:

@@ -84,6 +84,13 @@ CODES: dict[str, CodeFacts] = {
 }
 
 
+def located(text: str) -> tuple[str, str]:
+    """The path of the value in a text of msgspec, "" for the whole, and what is wrong with it. The text may repeat what a peer
+    sent, as long as a message."""
+    what, mark, path = text.rpartition(" - at `$")
+    return (path[:-1].removeprefix("."), what) if mark and path.endswith("`") else ("", text)
+
+
 def brief(text: str, most: int = MAX_TEXT) -> str:
     """A text for people, cut off after `most` characters: more than that is not read."""
     return text if len(text) <= most else text[:most] + "…"

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from enginepool.protocol.choices import choices
-from enginepool.protocol.errors import WireError, brief
+from enginepool.protocol.errors import WireError, brief, located
 from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, GenerationProgress, Message, Tokens
 from enginepool.protocol.nesting import TooManyValues, Values, deeper
 
@@ -26,7 +26,6 @@ _TEXTS = frozenset({"message", "detail", "reason", "field", "limit", "evidence",
 _FLAT = frozenset({GenerationProgress, Tokens})
 
 _encoder = msgspec.msgpack.Encoder()
-_AT = re.compile(r" - at `\$\.?(.*)`$")
 _TOO_MANY = re.compile(r"Expected `array` of (?:at most )?length (?:<= )?([0-9]+)")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -117,11 +116,8 @@ def _nested() -> WireError:
 
 
 def _invalid(text: str, union: Any, frame: Buffer) -> WireError:
-    at = _AT.search(text)
-    field = at.group(1) if at else ""
-    # It may repeat what a peer sent.
-    said = brief(text[: at.start()] if at else text)
-    what = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in said)
+    field, said = located(text)
+    what = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in brief(said))
     missing = _MISSING.search(what)
     if missing:
         field = f"{field}.{missing.group(1)}" if field else missing.group(1)

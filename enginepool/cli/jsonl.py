@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 
-from enginepool.conversion import JSON, located, wrong_type
+from enginepool.conversion import JSON, wrong_type
+from enginepool.protocol.errors import located
 
 if TYPE_CHECKING:
     from enginepool.client.embed import EmbedResult

@@ -10,8 +10,8 @@ import numpy as np
 
 from enginepool.client.arguments import Ids, bad, kind, utf8
 from enginepool.client.row_calls import RowOptions
-from enginepool.conversion import located, too_long, wrong_type
-from enginepool.protocol.errors import WireError
+from enginepool.conversion import too_long, wrong_type
+from enginepool.protocol.errors import WireError, located
 from enginepool.protocol.messages import Sampling
 from enginepool.protocol.sampling import GRAMMARS, MASKS, check_sampling
 

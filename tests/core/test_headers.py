@@ -156,3 +156,14 @@ def test_a_text_that_has_half_a_surrogate_pair_can_be_sent() -> None:
     assert b"no schema: \\udfff" in encode_header(GenerationProgress(7, 1, [step], []))
     assert b"\\ud801" in encode_header(Generate(1, [], sampling=Sampling(logit_bias={"\ud801": 1.0}))), "also as a key"
     assert len(encode_header(AdapterChanged((7, 1), message="\udfff" * MAX_HEADER_BYTES))) < MAX_HEADER_BYTES
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("field", ["type", "truncation"])
+def test_a_value_that_looks_like_many_paths_is_refused_at_once(field: str) -> None:
+    """A search for the path of the error that begins at each of them would take minutes."""
+    value = " - at `$" * ((MAX_HEADER_BYTES - 100) // 8) + "\n"
+    fields = {"type": "score", "id": 1, "frames": []} | {field: value}
+    with pytest.raises(WireError) as refused:
+        decode_header(msgspec.msgpack.Decoder(FromClient), msgspec.msgpack.encode(fields))
+    assert refused.value.field == field

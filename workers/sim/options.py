@@ -4,7 +4,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from enginepool.conversion import TOML, located, value_at, wrong_type
+from enginepool.conversion import TOML, value_at, wrong_type
+from enginepool.protocol.errors import located
 from enginepool.protocol.messages import Kind
 
 FaultKind = Literal[
