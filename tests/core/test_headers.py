@@ -163,7 +163,7 @@ def test_a_text_that_has_half_a_surrogate_pair_can_be_sent() -> None:
 def test_a_value_that_looks_like_many_paths_is_refused_at_once(field: str) -> None:
     """A search for the path of the error that begins at each of them would take minutes."""
     value = " - at `$" * ((MAX_HEADER_BYTES - 100) // 8) + "\n"
-    fields = {"type": "score", "id": 1, "frames": []} | {field: value}
+    fields: dict[str, Any] = {"type": "score", "id": 1, "frames": [], field: value}
     with pytest.raises(WireError) as refused:
         decode_header(msgspec.msgpack.Decoder(FromClient), msgspec.msgpack.encode(fields))
     assert refused.value.field == field

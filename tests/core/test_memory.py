@@ -71,6 +71,26 @@ def test_what_a_client_has_not_read_counts_against_its_window_and_the_total() ->
     assert submit(4, MB, MB) == []
 
 
+def test_what_is_sent_again_takes_half_of_the_total_and_a_part_of_what_is_left_of_that() -> None:
+    """Nobody is charged for it: peers that ask again and again and read nothing would take the room of all others."""
+    limits = Limits(max_message_bytes=MB, window_bytes=MB, buffer_bytes=4 * MB)
+    pool = Pool(config(limits=limits))
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work())
+    (answer,) = (sent for sent in pool.finish_all() if isinstance(sent.message, Result))
+    nbytes = sum(map(len, answer.frames))
+
+    def again(unread: int, outboxes: int) -> list[str]:
+        sent = pool.do(ev.Submit(0, client, 1, work(), 0, None, unread=unread, outboxes=outboxes))
+        assert len(sent) == 1 and (isinstance(sent[0].message, Result) or failures(sent)[1].field == "buffer_bytes")
+        return codes(sent)
+
+    assert again(0, 0) == again(0, MB) == again(0, 2 * MB - 2 * nbytes) == []
+    assert again(0, 2 * MB) == ["busy"]
+    assert again(MB, MB) == ["busy"] and again(MB - 2 * nbytes, MB) == []
+
+
 def test_kept_answers_make_room_for_new_requests() -> None:
     limits = Limits(max_message_bytes=64_000, window_bytes=64_000, buffer_bytes=128_000, answers_bytes=128_000)
     pool = Pool(config(limits=limits))

@@ -25,6 +25,7 @@ from enginepool.coordinator.requests.generations import answer as answer_generat
 from enginepool.coordinator.requests.generations import sent_again
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
+from enginepool.coordinator.requests.reply_cache import KeptReply
 from enginepool.coordinator.scheduling.batch_limits import RECENT_S, needs_as_much
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply
@@ -131,6 +132,8 @@ class Admission:
         elif kept is not None and sum(map(len, kept.frames)) > client.max_message:
             limit = str(client.max_message)
             core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
+        elif kept is not None and (group := core.group_of(e.work.group)) is not None and _must_read_first(core, e, kept):
+            self._busy(e, group, "buffer_bytes", "one more answer to what is sent again")
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
         elif live is not None and live.generation is not None and isinstance(e.work, GenerateWork):
@@ -191,6 +194,13 @@ class Admission:
                     group.blocked = request
                     return
         core.wake(group)
+
+
+def _must_read_first(core: Context, e: ev.Submit, kept: KeptReply) -> bool:
+    """Whether a kept answer is not sent again now. No request is charged for it, so what peers have not read may take half of
+    the total this way; and a part of what is left of that, so that there is some for the next one."""
+    nbytes = sum(map(len, kept.frames))
+    return e.outboxes > 0 and e.unread + 2 * nbytes + e.outboxes > core.config.limits.buffer_bytes // 2
 
 
 def _busy(id: int, group: Group, field: str, limit: int, text: str) -> ErrorReply:

@@ -91,6 +91,8 @@ class Connections:
         self.most = most
         #: descriptors of those that are open
         self._open: set[int] = set()
+        #: connections that were ever accepted, as far as is known
+        self.accepted = 0
         self._full = False
         self._socket = socket
         name = f"inproc://connections-{next(_numbers)}"
@@ -119,6 +121,7 @@ class Connections:
                 self._open.discard(descriptor)
                 continue
             self._open.add(descriptor)
+            self.accepted += 1
             if len(self._open) > self.most:
                 _end(descriptor)
         if len(self._open) < self.most * 9 // 10:

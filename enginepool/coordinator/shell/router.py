@@ -19,6 +19,7 @@ import zmq
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.shell.authentication import Authenticator
 from enginepool.coordinator.shell.connections import OPEN_FILES, Connections, disconnect, is_open
+from enginepool.coordinator.shell.link_ids import LinkIds, router_socket
 from enginepool.coordinator.shell.log import log
 from enginepool.coordinator.shell.outbox import Outbox
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
@@ -39,6 +40,11 @@ UNHANDLED = 16
 #: bytes unread for which a client, or a worker, is asked to prove that it has read them. A worker's count to no window; it is
 #: sent whole requests, so that many fewer would be a question for each few of them.
 CLIENT_PROOF, WORKER_PROOF = 128 * 1024, 1024 * 1024
+
+#: a connection is closed that has not proved its key within so many ms: it needs no key until then
+HANDSHAKE_MS = 5000
+#: frames of a message that are read; a peer that sends more is cut. A batch has the most, a few for each of its parts.
+MOST_FRAMES = 1 << 16
 
 #: stands for a frame that there was no memory for, of a message with a frame 0
 LOST = b"lost"
@@ -104,7 +110,7 @@ class Router:
         cut: Cut,
         most: int = OPEN_FILES,
     ) -> None:
-        self._socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
+        self._socket = router_socket(context())
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -113,6 +119,8 @@ class Router:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, UNHANDLED)
         socket.setsockopt(zmq.BACKLOG, 1024)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._ids = LinkIds(context(), socket)
         self.connections = Connections(context(), socket, most)
         self._lock: IO[str] | None = None
         self._gate: Authenticator | None = None
@@ -189,9 +197,11 @@ class Router:
                 return count
             link = frame.bytes
             frames: list[bytes] = []
-            lost = False
+            lost, wrong = False, ""
             while frame.more:
                 frame = recv(socket, NOBLOCK, False)
+                if len(frames) > MOST_FRAMES:
+                    continue
                 try:
                     data = frame.bytes
                 except MemoryError:
@@ -205,6 +215,13 @@ class Router:
             outbox = self._outboxes.get(link)
             if outbox is None or outbox.fd == -1:
                 self._meet(link, frame)
+                wrong = "" if self._ids.given(link, self.connections.accepted) else "it chose its routing id"
+            if len(frames) > MOST_FRAMES:
+                wrong = f"it sent over {MOST_FRAMES} frames"
+            if wrong:
+                log(f"{self.endpoint}: a peer is cut: {wrong}", "client")
+                self.cut(link, wrong)
+                continue
             nbytes += take(link, frames, frame) or 0
         self.unsure = True
         return ROUND
