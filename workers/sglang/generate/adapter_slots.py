@@ -6,9 +6,8 @@ waits here, and delays no other.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginepool.protocol.messages import MAX_ADAPTER_NAME, MAX_ADAPTERS
 from enginepool.workers.sglang.host.settings import SettingsError
@@ -27,6 +26,9 @@ def adapter_names(loaded: Mapping[str, Any]) -> tuple[str, ...]:
 class AdapterSlots:
     """Which adapters have sequences in the running batch.
 
+    While a sequence of a further adapter waits, the adapter that has had its place for longest gets no new sequences of that
+    priority or a lower one. Once its last one has ended, its place is free. So adapters take turns, however busy they are.
+
     Args:
         most: of one batch, with the model alone.
         pinned: those that have a place of their own among them.
@@ -35,25 +37,70 @@ class AdapterSlots:
     def __init__(self, most: int, pinned: Collection[str] = ()) -> None:
         self._most = most - len(pinned)
         self._pinned = pinned
-        #: sequences of each that has some
-        self._running = Counter[str]()
-        #: set when one has none any more
-        self._left = asyncio.Event()
+        #: sequences of each that has some; of those that are not pinned, the one that has its place for longest is first
+        self._running: dict[str, int] = {}
+        self._waiting: list[_Waiting] = []
+        #: of those that wait for a place of their adapter, the next one
+        self._next: _Waiting | None = None
+        self._arrived = 0
 
-    async def enter(self, adapter: str) -> None:
+    async def enter(self, adapter: str, priority: int = 0) -> None:
         """Wait until a sequence of this adapter, or of the model alone (""), may run; `leave` must be called then."""
-        while adapter not in self._running and adapter not in self._pinned and self._unpinned >= self._most:
-            await self._left.wait()
-        self._running[adapter] += 1
+        if self._may_enter(adapter, priority):
+            self._take(adapter)
+            return
+        self._arrived += 1
+        one = _Waiting(-priority, self._arrived, adapter, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        if adapter not in self._running and (self._next is None or one < self._next):
+            self._next = one
+        try:
+            await one.turn
+        except asyncio.CancelledError:
+            if not one.turn.cancelled():  # it had got its place
+                self.leave(adapter)
+            elif one is self._next:
+                self._admit()
+            raise
 
     def leave(self, adapter: str) -> None:
         """A sequence of it has ended."""
         self._running[adapter] -= 1
         if not self._running[adapter]:
             del self._running[adapter]
-            self._left.set()
-            self._left = asyncio.Event()
+            self._admit()
 
-    @property
-    def _unpinned(self) -> int:
-        return sum(adapter not in self._pinned for adapter in self._running)
+    def _may_enter(self, adapter: str, priority: int) -> bool:
+        """Whether a sequence may run now, if those before it that wait may not."""
+        if adapter in self._pinned:
+            return True
+        places = [one for one in self._running if one not in self._pinned]
+        if adapter in self._running:
+            return self._next is None or adapter != places[0] or -priority < self._next.minus_priority
+        return self._next is None and len(places) < self._most
+
+    def _take(self, adapter: str) -> None:
+        self._running[adapter] = self._running.get(adapter, 0) + 1
+
+    def _admit(self) -> None:
+        """Let in what may run now: the highest priority first, then in the order of arrival."""
+        waiting, self._waiting, self._next = sorted(self._waiting), [], None
+        for one in waiting:
+            if one.turn.done():  # it was cancelled
+                continue
+            if self._may_enter(one.adapter, -one.minus_priority):
+                self._take(one.adapter)
+                one.turn.set_result(None)
+                continue
+            self._waiting.append(one)
+            if one.adapter not in self._running:
+                self._next = self._next or one
+
+
+class _Waiting(NamedTuple):
+    """A sequence that waits, in the order of its turn."""
+
+    minus_priority: int
+    arrived: int
+    adapter: str
+    turn: asyncio.Future[None]

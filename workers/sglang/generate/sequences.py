@@ -219,7 +219,7 @@ class Sequences:
         rid, takers = self._rids[sequence], self._engine.messages.takers
         # The prompt of a further sample is in SGLang's cache.
         tokens = 1 if sequence else self._tokens
-        await self._engine.adapters.enter(self._task.adapter)
+        await self._engine.adapters.enter(self._task.adapter, self._task.priority)
         self._prefills[sequence] = prefill = Prefill(self._engine.admission, tokens, self._task.priority)
         takers[rid] = partial(self._take, sequence)
         try:
