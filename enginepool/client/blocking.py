@@ -13,7 +13,7 @@ from enginepool.client.blocking_session import BlockingSession
 from enginepool.client.facade import StreamingFacade, attribute, blocking, on_loop, streaming
 from enginepool.client.loop_thread import LoopThread
 from enginepool.client.opening import Opening
-from enginepool.client.pool import Pool
+from enginepool.client.pool import Pool, drain_s
 from enginepool.errors import PoolClosed
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds for closing; a pool that was started here drains its workers first.
+#: Seconds for closing, besides those in which a pool that was started here drains its workers.
 _CLOSE_S = 30.0
 
 
@@ -159,6 +159,6 @@ def _close(thread: LoopThread, pool: Pool) -> None:
         thread.spawn(pool.close())
         return
     try:
-        thread.call(pool.close(), _CLOSE_S)
+        thread.call(pool.close(), _CLOSE_S + drain_s(pool))
     finally:
         thread.stop()

@@ -237,3 +237,9 @@ class Pool(
             return await self.status(None)
 
         return await restart_workers(ask, restart, check_group(group), worker, report or log.info)
+
+
+def drain_s(pool: Pool) -> float:
+    """Seconds that `close` gives begun work to finish: of a pool that was started here."""
+    coordinator = pool._coordinator  # pyright: ignore[reportPrivateUsage]
+    return 0.0 if coordinator is None else coordinator.config.timing.drain_s

@@ -126,7 +126,7 @@ def test_adapters_have_no_more_places_than_there_are_and_every_sequence_gets_its
 
         for number, (adapter, priority, move) in enumerate(moves):
             if move == "enter":
-                tasks.append((adapter, *await entered(slots, (adapter, priority))))
+                tasks.append((adapter, (await entered(slots, (adapter, priority)))[0]))
             elif move == "leave":
                 await leave(number)
             elif waits := [entry for entry in tasks if not entry[1].done()]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_a_blocking_pool_can_be_started_too():
     with BlockingPool.start(config=PoolConfig(groups={"g": SIM})) as pool:
         pool.ready(PATIENCE_S)
         assert pool.score("a question", ["an item"], label_token_ids=[1, 2]).scores.shape == (1, 2)
+
+
+def test_a_blocking_pool_that_is_closed_waits_for_work_of_others_as_long_as_it_may_drain(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginepool.client.blocking._CLOSE_S", 0.1)
+    slow = msgspec.structs.replace(SIM, workers=1, options={"forward_s": 2.0})
+    pool = BlockingPool.start(config=PoolConfig(groups={"g": slow}, timing=Timing(drain_s=PATIENCE_S)))
+    pool.ready(PATIENCE_S)
+    with BlockingPool.connect(pool.address) as other, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(other.score, [1], [[2]], label_token_ids=[3])
+        while not pool.status().groups[0].running:
+            assert not asked.done()
+        pool.close()
+        assert asked.result(PATIENCE_S).scores.shape == (1, 1)
 
 
 OWNER = """
