@@ -72,7 +72,7 @@ def test_what_a_client_has_not_read_counts_against_its_window_and_the_total() ->
 
 
 def test_what_is_sent_again_takes_half_of_the_total_and_a_part_of_what_is_left_of_that() -> None:
-    """Nobody is charged for it: peers that ask again and again and read nothing would take the room of all others."""
+    """No client is charged for it: peers that ask again and again and read nothing would take the room of all others."""
     limits = Limits(max_message_bytes=MB, window_bytes=MB, buffer_bytes=4 * MB)
     pool = Pool(config(limits=limits))
     client = pool.client()

@@ -86,6 +86,7 @@ ONLY = {
         "enginepool/net/keys.py",
         f"{COORDINATOR}shell/authentication.py",
         f"{COORDINATOR}shell/connections.py",
+        f"{COORDINATOR}shell/link_ids.py",
         f"{COORDINATOR}shell/router.py",
         "workers/link.py",
         "workers/sglang/generate/kv_events.py",

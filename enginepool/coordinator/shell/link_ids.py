@@ -15,7 +15,7 @@ from enginepool.coordinator.shell.connections import AHEAD
 
 
 def router_socket(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
-    """A ROUTER socket whose ids nobody can guess."""
+    """A ROUTER socket whose ids cannot be guessed."""
     ctypes.CDLL(None).srand(secrets.randbits(32))
     return context.socket(zmq.ROUTER)
 
