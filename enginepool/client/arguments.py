@@ -38,6 +38,14 @@ def kind(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def kind_of_array(value: Any) -> str:
+    """The same, of what should be an array."""
+    if not isinstance(value, np.ndarray):
+        return kind(value)
+    array = cast("npt.NDArray[Any]", value)
+    return f"an array {array.dtype} {list(array.shape)}"
+
+
 def utf8(where: str, text: str) -> bytes:
     """The bytes of a text."""
     try:

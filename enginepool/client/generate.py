@@ -6,7 +6,7 @@ from typing import Any, Final, Unpack, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.client.arguments import Ids, bad, check_adapter, check_int, check_options, kind, utf8
+from enginepool.client.arguments import Ids, bad, check_adapter, check_int, check_options, kind, kind_of_array, utf8
 from enginepool.client.generations import Continued, Generation, Generations, read_generations
 from enginepool.client.media import MediaOptions, encode_media, media_names
 from enginepool.client.payload import encode_rows
@@ -246,7 +246,7 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
         raise bad(where, f"{where}: {kind(one)}; a Generation")
     ids, chances, most = cast("Any", one.token_ids), cast("Any", one.logprobs), request.sampling.max_new_tokens
     if not isinstance(ids, np.ndarray) or cast("npt.NDArray[Any]", ids).dtype != np.int32 or one.token_ids.ndim != 1:
-        raise bad(f"{where}.token_ids", f"{where}.token_ids: must be an array int32 [tokens]")
+        raise bad(f"{where}.token_ids", f"{where}.token_ids: {kind_of_array(ids)}; an array int32 [tokens]")
     if len(one.token_ids) and int(one.token_ids.min()) < 0:
         raise bad(f"{where}.token_ids", f"{where}.token_ids: token id {one.token_ids.min()} is negative", "0")
     if len(one.token_ids) > most:
@@ -254,7 +254,9 @@ def _check_generation(where: str, one: Any, request: Generate) -> None:
     if request.logprobs and chances is not None:
         found = cast("npt.NDArray[Any] | None", chances) if isinstance(chances, np.ndarray) else None
         if found is None or found.dtype != np.float32 or found.shape != one.token_ids.shape:
-            text = f"{where}.logprobs: must be None, or an array float32 [{len(one.token_ids)}], one per token"
+            text = (
+                f"{where}.logprobs: {kind_of_array(chances)}; None, or an array float32 [{len(one.token_ids)}], one per token"
+            )
             raise bad(f"{where}.logprobs", text)
     if request.top_logprobs:
         _check_table(where, one, "top_ids", "int32")
@@ -285,7 +287,7 @@ def _check_table(where: str, one: Generation, name: str, dtype: str) -> None:
     found: Any = getattr(one, name)
     array = cast("npt.NDArray[Any]", found) if isinstance(found, np.ndarray) else np.zeros(0)
     if found is not None and (array.ndim != 2 or len(array) != len(one.token_ids) or array.dtype != np.dtype(dtype)):
-        text = f"{where}.{name}: must be None, or an array {dtype} [{len(one.token_ids)}, k]"
+        text = f"{where}.{name}: {kind_of_array(found)}; None, or an array {dtype} [{len(one.token_ids)}, k]"
         raise bad(f"{where}.{name}", text)
 
 

@@ -315,6 +315,9 @@ def test_a_generation_that_was_made_wrong_is_refused(
     with pytest.raises(errors.BadRequest) as refused:
         generate(coordinator, "a", top_logprobs=2, continue_from=[[Generation(**made | wrong)]])
     assert refused.value.field == f"continue_from[0][0]{field}"
+    value: Any = wrong[field[1:]]
+    if hasattr(value, "dtype") and value.min() >= 0:
+        assert f"{field}: an array {value.dtype} {list(value.shape)}; " in str(refused.value)
     assert not coordinator.asked
 
 

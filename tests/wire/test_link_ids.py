@@ -1,4 +1,4 @@
-"""A peer that chooses the id of its link, or sends very many frames in a message, is cut. libzmq's own ids cannot be guessed."""
+"""A peer that chooses the id of its link, or sends very many frames in a message, is cut. libzmq's ids cannot be guessed."""
 
 import select
 import tempfile
