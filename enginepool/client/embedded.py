@@ -8,6 +8,7 @@ client's session sends again what was not answered. A coordinator that SIGTERM e
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -40,6 +41,8 @@ COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.
 _END_S = 5.0
+#: Errors of a start that say nothing of the next one: descriptors, memory, processes or room on a disk ran out.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
 _GROUP = "default"
 #: A directory whose path has more bytes is no place for the folder with all sockets: mkdtemp adds 8 to its prefix, and the
 #: longest name in it is that of the last stager.
@@ -184,11 +187,12 @@ class EmbeddedCoordinator:
                 self._process = ChildProcess.start(COMMAND, environment, log=output, lifeline=self._lifeline)
         except OSError as error:
             text = f"the coordinator could not be started: {os_error(error)}"
-            if not self._settled:
+            wait = HOST_FAULT_S if error.errno in _PASSING else self._policy.after_death(self._loop.time())
+            if not self._settled or wait is None:
                 self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
                 return
-            log.warning("%s: %s; tried again after %g s", self.address, text, HOST_FAULT_S)
-            self._again = self._loop.call_later(HOST_FAULT_S, self._spawn)
+            log.warning("%s: %s; tried again after %g s", self.address, text, wait)
+            self._again = self._loop.call_later(wait, self._spawn)
             return
         self.starts += 1
         self._gone.clear()

@@ -144,12 +144,17 @@ class Rollout:
         """Whether some of several groups were too old once the last of them was finished: these are generated again."""
         if self._max_staleness is None or len(drafts) < 2 or self._failure is not None:
             return False
-        await self._look()
+        self._open += len(drafts)
+        try:
+            await self._look()
+        finally:
+            self._open -= len(drafts)
         stale = [draft for draft in drafts if self._drop_stale(draft)]
         for draft in stale:
             drafts.remove(draft)
-            self._open += 1
-            self._spawn(self._finish(draft))
+            if self._failure is None:  # else the rollout has ended meanwhile
+                self._open += 1
+                self._spawn(self._finish(draft))
         return bool(stale)
 
     async def result(self) -> list[RolloutGroup]:

@@ -100,7 +100,7 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
 
     async def _check_named(self, group: str, adapter: str | None, reward: object) -> None:
         """Whether the adapter and the reward group exist, as far as the pool knows. Raises BadRequest, UnknownGroup."""
-        if adapter is None and not isinstance(reward, str):
+        if not adapter and not isinstance(reward, str):
             return
         report = await self._report()
         if isinstance(reward, str) and reward not in (names := [status.name for status in report.groups]):
@@ -111,7 +111,7 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
             if status.name == reward and limits is not None and "score" not in limits.operations:
                 has = ", ".join(limits.operations)
                 raise bad("reward", f"reward: group {reward!r} does not score; its operations: {has}", has)
-            if adapter is not None and limits is not None and status.name == (group or report.groups[0].name):
+            if adapter and limits is not None and status.name == (group or report.groups[0].name):
                 known = sorted({*limits.adapters, *(one.name for one in status.adapters)})
                 if adapter not in known:
                     has = ", ".join(known) or "none"

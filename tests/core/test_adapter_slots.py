@@ -63,10 +63,10 @@ def test_a_further_adapter_gets_the_place_of_the_one_that_has_run_for_longest() 
         slots = AdapterSlots(2)
         assert names(await entered(slots, ("a", 0), ("b", 0), ("a", 0))) == [True, True, True]
         (further,) = await entered(slots, ("c", 0))
-        # a gets no more sequences, unless they are of a higher priority; b does.
-        held = await entered(slots, ("a", 0), ("a", 1), ("b", 0))
-        assert names([further, *held]) == [False, False, True, True]
-        for left in range(3):
+        # a gets no more sequences; b does.
+        held = await entered(slots, ("a", 0), ("b", 0))
+        assert names([further, *held]) == [False, False, True]
+        for left in range(2):
             assert not further.done(), left
             slots.leave("a")
             await asyncio.sleep(0)
@@ -76,6 +76,36 @@ def test_a_further_adapter_gets_the_place_of_the_one_that_has_run_for_longest() 
             slots.leave("b")
         await asyncio.sleep(0)
         assert held[0].done()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_an_adapter_that_goes_on_because_of_a_higher_priority_keeps_no_other_from_leaving_its_place() -> None:
+    async def scene() -> None:
+        slots = AdapterSlots(2)
+        for adapter in ("a", "b"):
+            await slots.enter(adapter)
+        (further,) = await entered(slots, ("c", 0))
+        assert names(await entered(slots, ("a", 1), ("b", 0), ("a", 0))) == [True, False, True], "now b leaves its place"
+        slots.leave("b")
+        await asyncio.sleep(0)
+        assert further.done()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_all_sequences_of_an_adapter_that_wait_get_its_place_together() -> None:
+    async def scene() -> None:
+        slots = AdapterSlots(1)
+        await slots.enter("a")
+        waiting = await entered(slots, *((adapter, 0) for adapter in "babab"))
+        slots.leave("a")
+        await asyncio.sleep(0)
+        assert names(waiting) == [True, False, True, False, True]
+        for _ in range(3):
+            slots.leave("b")
+        await asyncio.sleep(0)
+        assert all(names(waiting))
 
     asyncio.run(asyncio.wait_for(scene(), 30))
 

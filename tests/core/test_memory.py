@@ -86,9 +86,10 @@ def test_what_is_sent_again_takes_half_of_the_total_and_a_part_of_what_is_left_o
         assert len(sent) == 1 and (isinstance(sent[0].message, Result) or failures(sent)[1].field == "buffer_bytes")
         return codes(sent)
 
-    assert again(0, 0) == again(0, MB) == again(0, 2 * MB - 2 * nbytes) == []
+    assert again(0, 0) == again(2 * MB, MB) == again(0, 2 * MB - 2 * nbytes) == []
     assert again(0, 2 * MB) == ["busy"]
-    assert again(MB, MB) == ["busy"] and again(MB - 2 * nbytes, MB) == []
+    more = MB + 100
+    assert again(MB, more) == ["busy"] and again(2 * MB - more - 2 * nbytes, more) == []
 
 
 def test_kept_answers_make_room_for_new_requests() -> None:

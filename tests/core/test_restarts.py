@@ -208,6 +208,10 @@ def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_w
     pool.score(10)
     assert results(pool.finish(pool.batches[0]))[10].version == 0
     assert all(not slot.loss_times and slot.state == "up" for slot in pool.machine.core.groups["g"].slots)
+    # What it said of that checkpoint says nothing of a later end.
+    pool.do(ev.WorkerExited(0, name := pool.machine.core.groups["g"].slots[0].incarnation, "killed by SIGKILL"))
+    pool.live(START_S)
+    assert pool.machine.core.groups["g"].slots[0].incarnation not in ("", name)
 
 
 def test_members_that_see_different_checkpoints_refuse_the_update_and_name_no_digest() -> None:

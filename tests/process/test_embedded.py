@@ -1,6 +1,7 @@
 """`Pool.start`: the coordinator as a child process, with the sim engine, and with stand-ins that misbehave."""
 
 import asyncio
+import errno
 import math
 import os
 import shutil
@@ -22,6 +23,7 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import snapshot_folders
 from enginepool.host.restart_policy import CANNOT_WRITE, HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
 from enginepool.protocol.messages import StatusReport
@@ -284,22 +286,39 @@ def test_a_coordinator_that_cannot_be_started_is_an_error(monkeypatch: pytest.Mo
 def test_a_coordinator_that_cannot_be_started_again_for_a_while_is_tried_until_it_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The program has no file descriptor left, for example."""
-    monkeypatch.setattr(embedded, "HOST_FAULT_S", 0.05)
+    monkeypatch.setattr(embedded, "HOST_FAULT_S", 0.02)
+
+    def start(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def tries() -> int:
-        return sum("/nonexistent/python: No such file" in line and "tried again" in line for line in caplog.messages)
+        return sum("could not be started: Too many open files; tried again" in line for line in caplog.messages)
 
     async def main() -> None:
         async with Pool.start("sim", engine="sim") as pool:
             await pool.ready(PATIENCE_S)
             with monkeypatch.context() as without:
-                without.setattr(embedded, "COMMAND", ("/nonexistent/python",))
+                without.setattr(ChildProcess, "start", start)
                 coordinator_of(pool).kill()
                 async with asyncio.timeout(PATIENCE_S):
-                    while tries() < 2:
+                    while tries() < 10:
                         await asyncio.sleep(0.01)
             assert (await pool.score([1], [[2]], label_token_ids=[3])).scores.shape == (1, 1)
+
+    uvloop.run(main())
+
+
+def test_a_coordinator_that_can_never_be_started_again_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "RestartPolicy", lambda: RestartPolicy(most=2))
+
+    async def main() -> None:
+        async with Pool.start("sim", engine="sim") as pool:
+            await pool.ready(PATIENCE_S)
+            coordinator = coordinator_of(pool)
+            monkeypatch.setattr(embedded, "COMMAND", ("/nonexistent/python",))
+            coordinator.kill()
+            with pytest.raises(errors.PoolDown, match="could not be started: /nonexistent/python: No such file"):
+                await pool.score([1], [[2]], label_token_ids=[3])
 
     uvloop.run(main())
 

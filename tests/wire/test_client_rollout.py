@@ -345,6 +345,30 @@ def test_groups_that_became_too_old_while_a_take_waited_for_others_are_generated
     scene(coordinator, main)
 
 
+def test_a_rollout_that_is_left_while_a_take_looks_at_ages_generates_nothing_more(
+    coordinator: RolloutCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.groups = [GroupStatus("g", version=3)]
+    look, looks = Rollout._look, list[Rollout]()  # pyright: ignore[reportPrivateUsage]
+
+    async def leave(rollout: Rollout) -> None:
+        looks.append(rollout)
+        if len(looks) == 3:  # both groups are held
+            coordinator.groups[0].version = 5
+            await look(rollout)
+            rollout.cancel()
+
+    monkeypatch.setattr(Rollout, "_look", leave)
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11], [12]], 2, reward=length, max_staleness=0, max_new_tokens=2)
+        with pytest.raises(errors.RequestCancelled):
+            await rollout.take(2)
+
+    scene(coordinator, main)
+    assert len(looks) == 3 and len(coordinator.asked) == 2
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "said"),
     [

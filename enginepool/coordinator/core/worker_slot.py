@@ -53,7 +53,7 @@ class WorkerSlot:
         self.same_failures = 0
         #: the pool ends the present one for no fault of its own: its loss does not count
         self.loss_excused = False
-        #: the last one said that starting it again cannot help
+        #: the present one said that starting it again cannot help
         self.unstartable = False
         #: An operator restarts it: "draining", its worker finishes its work by `until`; "ending", its process is to end,
         #: and the next one starts at once. "" otherwise.

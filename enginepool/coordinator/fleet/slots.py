@@ -54,7 +54,7 @@ class WorkerSlots:
         core.counter += 1
         incarnation = f"{name}-{slot.index}.{core.epoch:x}.{core.counter}"
         start_slot(slot, incarnation, core.now, core.now + core.config.timing.starting_s)
-        slot.previous_end, slot.end_reason, slot.start_failure = slot.end_reason, "", ""
+        slot.previous_end, slot.end_reason, slot.start_failure, slot.unstartable = slot.end_reason, "", "", False
         slot.planned_restart, slot.adopted = "", False
         weights = slot.group.weights if slot.group.weights.restart else None
         if slot.uncommitted_weights is not None:

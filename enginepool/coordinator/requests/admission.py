@@ -198,9 +198,9 @@ class Admission:
 
 def _must_read_first(core: Context, e: ev.Submit, kept: KeptReply) -> bool:
     """Whether a kept answer is not sent again now. No request is charged for it, so what peers have not read may take half of
-    the total this way; and a part of what is left of that, so that there is some for the next one."""
-    nbytes = sum(map(len, kept.frames))
-    return e.outboxes > 0 and e.unread + 2 * nbytes + e.outboxes > core.config.limits.buffer_bytes // 2
+    the total this way; above a quarter, a part of what is left of that, so that there is some for the next one."""
+    nbytes, half = sum(map(len, kept.frames)), core.config.limits.buffer_bytes // 2
+    return e.outboxes > half // 2 and e.unread + 2 * nbytes + e.outboxes > half
 
 
 def _busy(id: int, group: Group, field: str, limit: int, text: str) -> ErrorReply:

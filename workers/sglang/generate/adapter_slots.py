@@ -27,7 +27,9 @@ class AdapterSlots:
     """Which adapters have sequences in the running batch.
 
     While a sequence of a further adapter waits, the adapter that has had its place for longest gets no new sequences of that
-    priority or a lower one. Once its last one has ended, its place is free. So adapters take turns, however busy they are.
+    priority or a lower one. Once its last one has ended, its place is free, for all sequences of the next adapter that wait
+    then. So adapters take turns, however busy they are. One that goes on because of a higher priority is as one that has just
+    begun.
 
     Args:
         most: of one batch, with the model alone.
@@ -47,6 +49,8 @@ class AdapterSlots:
     async def enter(self, adapter: str, priority: int = 0) -> None:
         """Wait until a sequence of this adapter, or of the model alone (""), may run; `leave` must be called then."""
         if self._may_enter(adapter, priority):
+            if self._next is not None and adapter == self._oldest:
+                self._running[adapter] = self._running.pop(adapter)
             self._take(adapter)
             return
         self._arrived += 1
@@ -74,10 +78,14 @@ class AdapterSlots:
         """Whether a sequence may run now, if those before it that wait may not."""
         if adapter in self._pinned:
             return True
-        places = [one for one in self._running if one not in self._pinned]
         if adapter in self._running:
-            return self._next is None or adapter != places[0] or -priority < self._next.minus_priority
-        return self._next is None and len(places) < self._most
+            return self._next is None or adapter != self._oldest or -priority < self._next.minus_priority
+        return self._next is None and sum(one not in self._pinned for one in self._running) < self._most
+
+    @property
+    def _oldest(self) -> str:
+        """Of the adapters that have a place which is not their own, the one that has it for longest."""
+        return next((one for one in self._running if one not in self._pinned), "")
 
     def _take(self, adapter: str) -> None:
         self._running[adapter] = self._running.get(adapter, 0) + 1
@@ -85,10 +93,14 @@ class AdapterSlots:
     def _admit(self) -> None:
         """Let in what may run now: the highest priority first, then in the order of arrival."""
         waiting, self._waiting, self._next = sorted(self._waiting), [], None
+        #: adapters that get a place now, and the priority for which they get it
+        placed: dict[str, int] = {}
         for one in waiting:
             if one.turn.done():  # it was cancelled
                 continue
-            if self._may_enter(one.adapter, -one.minus_priority):
+            if self._may_enter(one.adapter, -one.minus_priority) or placed.get(one.adapter) == one.minus_priority:
+                if one.adapter not in self._running:
+                    placed[one.adapter] = one.minus_priority
                 self._take(one.adapter)
                 one.turn.set_result(None)
                 continue
