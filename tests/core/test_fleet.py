@@ -89,20 +89,6 @@ def test_silence_loses_a_worker_and_its_requests_run_elsewhere() -> None:
     assert [type(s.message) for s in told] == [Expired], "the incarnation is refused from then on"
 
 
-def test_a_worker_of_a_slot_whose_link_broke_has_until_it_was_silent_too_long_to_return() -> None:
-    pool = Pool(workers=1)
-    (start,) = pool.started
-    for link in (b"slot", b"outside"):
-        name = start.incarnation if link == b"slot" else "outside"
-        pool.do(ev.WorkerRegistered(0, link, "g", name, 1, "h"))
-    pool.wait(6)
-    told = pool.do(*(ev.WorkerBroken(0, link, "", silent=True) for link in (b"slot", b"outside")))
-    assert [(sent.link, type(sent.message)) for sent in told] == [(b"outside", Expired)], "it registers again, with its model"
-    assert list(pool.machine.core.groups["g"].workers) == [start.incarnation] and not pool.killed
-    pool.wait(5)
-    assert pool.killed == [start.incarnation]
-
-
 def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings() -> None:
     pool = Pool()
     client = pool.client()

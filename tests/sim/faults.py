@@ -85,15 +85,13 @@ class Faults:
                 worker.trouble(seconds)
                 dealer.not_before = world.now + seconds
             if what == "link_cut_by_coordinator":
-                self._cut_by_coordinator(dealer.link.id, "it does not read its messages")
-            else:  # a coordinator may see that the link broke
-                world.after(0.3, self._cut_by_coordinator, dealer.link.id, "")
+                self._cut_by_coordinator(dealer.link.id)
             self.simulation.network.cut(dealer.link)
 
-    def _cut_by_coordinator(self, link: bytes, why: str) -> None:
+    def _cut_by_coordinator(self, link: bytes) -> None:
         coordinator = self.simulation.coordinator
         if coordinator.alive and not coordinator.stalled and link in coordinator.machine.core.worker_links:
-            coordinator.handle(ev.WorkerBroken(self.world.now, link, why, silent=True))
+            coordinator.handle(ev.WorkerBroken(self.world.now, link, "it does not read its messages", silent=True))
 
     def _engine(self, worker: SimWorker, what: str) -> None:
         engine = worker.engine

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from enginepool.coordinator.core.events import Link
+from enginepool.coordinator.shell.daemon import Daemon
 from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, Router
 from enginepool.coordinator.shell.sockets import ROUNDS, Sockets
 
@@ -215,6 +216,15 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
                 await asyncio.sleep(0.01)
 
     bench.play(scene)
+
+
+def test_a_worker_whose_link_broke_is_not_lost_for_it() -> None:
+    """It may return; if its process has ended, or it stays silent, that is heard. One that does not read is lost at once."""
+    daemon = Mock()
+    Daemon._worker_cut(daemon, b"w", "")  # pyright: ignore[reportPrivateUsage]
+    assert not daemon.loop.call_soon.called
+    Daemon._worker_cut(daemon, b"w", "it does not read")  # pyright: ignore[reportPrivateUsage]
+    assert daemon.loop.call_soon.called
 
 
 def test_a_peer_that_leaves_before_it_has_said_that_it_reads_is_not_cut(loop: asyncio.AbstractEventLoop) -> None:

@@ -323,7 +323,7 @@ class WorkerHeard(Event):
 
 
 class WorkerBroken(Event):
-    """A worker sent what no worker sends; `reason`: one line, "" if its link broke. `silent`: it does not read messages."""
+    """A worker sent what no worker sends; `reason` is one line. `silent`: it does not read what it is sent."""
 
     link: Link
     reason: str

@@ -108,11 +108,10 @@ class WorkerRegistry:
     # --- loss ----------------------------------------------------------------------------------------------------------
 
     def broken(self, e: ev.WorkerBroken) -> None:
-        """A worker sent an invalid message, or does not read its messages, or its link broke. Then a worker of a slot has time
-        to return, and the launcher sees its process end."""
-        worker = self.of(e.link) if e.reason else self.core.worker_links.get(e.link)
-        if worker is not None and (e.reason or worker.slot is None):
-            self.lose(worker, e.reason or "its link broke", kill=True, silent=e.silent)
+        """A worker sent an invalid message, or does not read its messages."""
+        worker = self.of(e.link)
+        if worker is not None:
+            self.lose(worker, e.reason, kill=True, silent=e.silent)
 
     def bye(self, worker: Worker, message: Exiting) -> None:
         """A worker ends. A worker that failed is killed with all its processes. A drained worker gets GOODBYE_S to end."""

@@ -157,6 +157,8 @@ class Daemon:
         self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link, why)))
 
     def _worker_cut(self, link: Link, why: str) -> None:
+        if not why:  # its link broke: it may return, and its process or its silence says when it does not
+            return
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
     def _exited(self, event: ev.WorkerExited) -> None:
