@@ -135,7 +135,7 @@ class Rollout:
             self._ready.extendleft(reversed(drafts))
             self._heard.set()
             raise
-        except Exception:
+        except Exception:  # the next call raises it
             if not drafts:
                 raise
         return [draft.finished() for draft in drafts]

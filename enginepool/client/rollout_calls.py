@@ -103,19 +103,21 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
         if not adapter and not isinstance(reward, str):
             return
         report = await self._report()
-        if isinstance(reward, str) and reward not in (names := [status.name for status in report.groups]):
-            told = ", ".join(names)
-            raise UnknownGroup(f"reward: {reward!r} is none of the groups: {told}", field="reward", limit=told)
-        for status in report.groups:
-            limits = status.limits  # None until a worker is ready: then each request says it
-            if status.name == reward and limits is not None and "score" not in limits.operations:
+        groups = {status.name: status for status in report.groups}
+        if isinstance(reward, str):
+            if reward not in groups:
+                has = ", ".join(groups)
+                raise UnknownGroup(f"reward: {reward!r} is none of the groups: {has}", field="reward", limit=has)
+            limits = groups[reward].limits  # None until a worker is ready: then each request says it
+            if limits is not None and "score" not in limits.operations:
                 has = ", ".join(limits.operations)
                 raise bad("reward", f"reward: group {reward!r} does not score; its operations: {has}", has)
-            if adapter and limits is not None and status.name == (group or report.groups[0].name):
-                known = sorted({*limits.adapters, *(one.name for one in status.adapters)})
-                if adapter not in known:
-                    has = ", ".join(known) or "none"
-                    raise bad("adapter", f"adapter: {adapter!r} is not loaded; there are: {has}", has)
+        policy = named_group(report, group)
+        if adapter and policy.limits is not None:
+            loaded = sorted({*policy.limits.adapters, *(one.name for one in policy.adapters)})
+            if adapter not in loaded:
+                has = ", ".join(loaded) or "none"
+                raise bad("adapter", f"adapter: {adapter!r} is not loaded; there are: {has}", has)
 
     async def _report(self) -> StatusReport:
         return (await self._connection.ask(Status(), StatusReport))[0]

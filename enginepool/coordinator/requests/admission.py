@@ -133,7 +133,7 @@ class Admission:
             limit = str(client.max_message)
             core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
         elif kept is not None and (group := core.group_of(e.work.group)) is not None and _must_read_first(core, e, kept):
-            self._busy(e, group, "buffer_bytes", "one more answer to what is sent again")
+            self._busy(e, group, "buffer_bytes", "an answer that is sent again")
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
         elif live is not None and live.generation is not None and isinstance(e.work, GenerateWork):
@@ -197,8 +197,9 @@ class Admission:
 
 
 def _must_read_first(core: Context, e: ev.Submit, kept: KeptReply) -> bool:
-    """Whether a kept answer is not sent again now. No request is charged for it, so what peers have not read may take half of
-    the total this way; above a quarter, a part of what is left of that, so that there is some for the next one."""
+    """Whether there is no room to send a kept answer again: no request is charged for it. Unread bytes may fill half of
+    `buffer_bytes` this way. Once a quarter is full, an answer is sent only where as much as it, and as its client has not read,
+    stays free for others."""
     nbytes, half = sum(map(len, kept.frames)), core.config.limits.buffer_bytes // 2
     return e.outboxes > half // 2 and e.unread + 2 * nbytes + e.outboxes > half
 

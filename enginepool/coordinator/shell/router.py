@@ -41,7 +41,7 @@ UNHANDLED = 16
 #: sent whole requests, so that many fewer would be a question for each few of them.
 CLIENT_PROOF, WORKER_PROOF = 128 * 1024, 1024 * 1024
 
-#: a connection is closed that has not proved its key within so many ms: it needs no key until then
+#: milliseconds in which a connection must prove its key; before that a peer without one can make it take memory
 HANDSHAKE_MS = 5000
 #: frames of a message that are read; a peer that sends more is cut. A batch has the most, a few for each of its parts.
 MOST_FRAMES = 1 << 16

@@ -2,7 +2,7 @@
 
 A batch of SGLang has room for some adapters, and the model alone counts as one. A sequence of a further one would wait in
 SGLang's queue, and with it all prompts that `prefill_admission` keeps back until the prompts before them were computed. So it
-waits here, and delays no other.
+waits here.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ class AdapterSlots:
 
     While a sequence of a further adapter waits, the adapter that has had its place for longest gets no new sequences of that
     priority or a lower one. Once its last one has ended, its place is free, for all sequences of the next adapter that wait
-    then. So adapters take turns, however busy they are. One that goes on because of a higher priority is as one that has just
-    begun.
+    then. So adapters take turns, however busy they are. An adapter that gets a sequence of a higher priority meanwhile counts
+    as one that has just got its place.
 
     Args:
         most: of one batch, with the model alone.
