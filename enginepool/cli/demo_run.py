@@ -17,6 +17,7 @@ from enginepool.cli.cli_errors import CommandFailed
 from enginepool.client.pool import Pool
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.errors import EnginepoolError
+from enginepool.protocol.errors import brief
 from enginepool.protocol.messages import GroupStatus, WorkerStatus
 
 #: (name, priority, requests kept under way): two bulk jobs that always have more, two clients that wait for each answer.
@@ -238,7 +239,7 @@ class DemoRun:
             raise CommandFailed(f"the workers cannot run: {group.down}")
         for worker in group.workers:
             told = worker.detail if worker.detail != group.model else ""
-            stage = f"{worker.stage}{': ' + told[:TOLD] if told else ''}"
+            stage = f"{worker.stage}{': ' + brief(told, TOLD) if told else ''}"
             if self._said.get(worker.name) != stage and worker.incarnation not in gone:
                 self.say(f"  {worker.name} {stage}")
                 self._said[worker.name] = stage
