@@ -39,7 +39,7 @@ from bench.score.gpu import GpuShare
 from bench.score.measure import Number, Numbers
 from bench.score.pivot import show_wide
 from bench.score.run import Run
-from bench.score.workloads import Head, Plan, plan
+from bench.score.workloads import PHASES, Head, Plan, plan
 from bench.table import Row, Target, parser, show, write
 from bench.wire import leave
 from enginepool.cli.tiny_model_files import make_tiny_model
@@ -178,6 +178,8 @@ def options() -> argparse.Namespace:
     found.add_argument("--reward-model", type=Path, metavar="DIR", help="a model with a head that scores, likewise")
     found.add_argument("--only", default=who, metavar="NAMES", help=f"contestants (default: {who})")
     found.add_argument("--workloads", default=what, metavar="NAMES", help=f"what to measure (default: {what})")
+    phases = ",".join(PHASES)
+    found.add_argument("--phases", default=phases, metavar="NAMES", help=f"phases of each workload (default: {phases})")
     found.add_argument("--seconds", type=float, help="length of a phase under load (default: 40); others are shorter")
     found.add_argument("--repetitions", type=int, metavar="NUMBER", help="how often each phase is measured (default: 3)")
     found.add_argument("--interleave", action="store_true", help="load all contestants at once and measure them in turn")
@@ -186,13 +188,15 @@ def options() -> argparse.Namespace:
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
     chosen = found.parse_args()
-    for option, given, known in (("--only", chosen.only, who), ("--workloads", chosen.workloads, what)):
+    lists = (("--only", chosen.only, who), ("--workloads", chosen.workloads, what), ("--phases", chosen.phases, phases))
+    for option, given, known in lists:
         if unknown := set(given.split(",")) - set(known.split(",")):
             found.error(f"{option}: {', '.join(map(repr, sorted(unknown)))}: there are {known}")
     if chosen.repetitions is not None and chosen.repetitions < 1:
         found.error(f"--repetitions: got {chosen.repetitions}; use 1 or more")
-    if {"mix", "pr"} & set(chosen.workloads.split(",")) == {"mix"}:
-        found.error("--workloads: the mix is of 120 % of what saturates pr: measure pr,mix")
+    loads = set(chosen.workloads.split(","))
+    if "mix" in loads and not ("pr" in loads and {"alone", "saturation"} <= set(chosen.phases.split(","))):
+        found.error("--workloads: the mix is of 120 % of what saturates pr: measure pr,mix in the phases alone,saturation")
     return chosen
 
 
@@ -203,6 +207,7 @@ def main() -> None:
     whole = plan(chosen.device, chosen.quick).only(names | ({"reward + hidden"} if "reward" in names else set[str]()))
     if chosen.seconds:
         whole = replace(whole, seconds=chosen.seconds)
+    whole = replace(whole, phases=frozenset(str(chosen.phases).split(",")))
     if chosen.repetitions:
         whole = replace(whole, repetitions=chosen.repetitions)
     if chosen.rates:

@@ -14,8 +14,8 @@ from bench.score.workloads import Head, Mix, Plan, Shape, Workload
 
 #: The first forward of each shape may compile kernels, which takes more than a minute.
 COMPILE_S = 600.0
-#: The length of phases other than those under load, in parts of one of these: warm-up, one request in flight, saturation.
-WARM, ALONE, SATURATED = 0.3, 0.25, 0.5
+#: The length of phases other than those under load, in parts of one of these: warm-up, one request in flight.
+WARM, ALONE = 0.3, 0.25
 
 
 class Number(msgspec.Struct, frozen=True):
@@ -90,17 +90,21 @@ class Contest:
         if self._running.engines > 1:  # what one request meets is the same as with one engine
             yield list(self._saturate(shape, in_flight))
             return
-        alone = drive(load, Closed(shape, ALONE * seconds, 1))
-        yield [*self._latency("1 in flight", alone.all), *self._inside("1 in flight", alone)]
-        for rate in workload.rates:
+        alone = None
+        if "alone" in self._plan.phases:
+            alone = drive(load, Closed(shape, ALONE * seconds, 1))
+            yield [*self._latency("1 in flight", alone.all), *self._inside("1 in flight", alone)]
+        for rate in workload.rates if "rates" in self._plan.phases else ():
             phase = drive(load, Open(shape, seconds, rate, repetition))
             name = f"{rate:g} requests/s"
             in_time = Number(phase.all.in_time / seconds, "requests/s")
             yield [*self._latency(name, phase.all), (f"{name}: answered in time", in_time), *self._inside(name, phase)]
+        if "saturation" not in self._plan.phases:
+            return
         saturated = list(self._saturate(shape, in_flight))
         yield saturated
         mix = self._plan.mix
-        if mix is not None and self._plan.of_mix == workload.name:
+        if mix is not None and alone is not None and self._plan.of_mix == workload.name:
             yield list(self._mixed(mix, shape, dict(saturated)["saturation"].value / shape.items, alone.all, repetition))
 
     def _latency(self, name: str, latency: Latency) -> Iterator[tuple[str, Number]]:
@@ -125,7 +129,7 @@ class Contest:
             yield f"{name}: in the engine, p50", Number(phase.run_ms, "ms")
 
     def _saturate(self, shape: Shape, in_flight: int) -> Iterator[tuple[str, Number]]:
-        roles, seconds = self._running.roles(), SATURATED * self._plan.seconds
+        roles, seconds = self._running.roles(), self._plan.seconds
         before = {role: cpu_seconds(pids) for role, pids in roles.items()}
         began = time.monotonic()
         phase = drive(self._running.load, Closed(shape, seconds, in_flight))

@@ -27,6 +27,8 @@ WORDS = _WORDS.split()
 ZIPF = 1.1
 
 Head = Literal["causal", "reward"]
+#: The phases of a workload, in their order: one request in flight, each of its rates, as many in flight as saturate.
+PHASES = ("alone", "rates", "saturation")
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -118,7 +120,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one run measures. `seconds` is how long a phase lasts; `of_mix` names the workload that the mix sends.
+    """All that one run measures. `seconds`: how long a phase under load lasts. `of_mix`: the workload that the mix sends.
 
     Every phase is measured `repetitions` times. Each repetition has arrivals of its own, the same for all contestants.
     """
@@ -128,6 +130,7 @@ class Plan:
     repetitions: int = 1
     mix: Mix | None = field(default_factory=Mix)
     of_mix: str = "pr"
+    phases: frozenset[str] = frozenset(PHASES)
 
     def only(self, names: set[str]) -> "Plan":
         """The same with the named workloads alone."""

@@ -237,12 +237,16 @@ def test_the_pools_column_has_every_number_and_leaves_no_process(tmp_path: Path)
         assert set(roles) == {"coordinator", "worker"}
         contest = Contest(running, TINY, 50, gpu, lambda _line: None)
         numbers = all_numbers(contest)
+        alone = replace(TINY, phases=frozenset({"saturation"}))
+        saturated = all_numbers(Contest(running, alone, 50, gpu, lambda _line: None))
     assert {f"pr, 50 requests/s: {part}" for part in ("p50", "p90", "p99", "answered in time", "queued, p50")} <= set(numbers)
     assert {"pr, 1 in flight: p99", "pr, saturation", "pr, saturation: CPU of the worker"} <= set(numbers)
     assert {"pr, mix at 120 % of saturation, high: p99", "pr, mix at 120 % of saturation, low: p50"} <= set(numbers)
     assert numbers["pr, saturation: forwards per batch"].value == 1
     assert numbers["pr, saturation: batches of more than one forward"].value == 0
     assert numbers["pr, saturation"].value > 0
+    assert saturated["pr, saturation"].value > 0
+    assert all(name.startswith("pr, saturation") for name in saturated)
     assert len(contest.scores["pr"]) == SHAPE.items
     assert not any(psutil.pid_exists(pid) for pids in roles.values() for pid in pids)
 
@@ -443,13 +447,18 @@ def test_checks_return_the_scores_of_one_request() -> None:
     assert asyncio.run(Load(Echo()).run(Check(SHAPE))) == [[0.25, 0.25], [0.25, 0.25]]
 
 
+MIX_LACKS = "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix in the phases alone,saturation"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,plain,cached"),
         (["--repetitions", "0"], "--repetitions: got 0; use 1 or more"),
         (["--workloads", ""], "--workloads: '': there are pr,long,text,zipf,mixed,single,reward,mix"),
-        (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),
+        (["--phases", "alone,all"], "--phases: 'all': there are alone,rates,saturation"),
+        (["--workloads", "mix,long"], MIX_LACKS),
+        (["--workloads", "mix,pr", "--phases", "saturation"], MIX_LACKS),
     ],
 )
 def test_nothing_is_left_unmeasured_in_silence(
