@@ -27,8 +27,13 @@ class InspectWeights(Message, tag="inspect_weights"):
 HELD = ("drain", "load", "journal")
 
 
+def publisher_of(client: bytes, id: int) -> str:
+    """What the history calls the one who sent a `publish`: a client, and the `id` of that message."""
+    return f"{client.hex()}/{id}"
+
+
 class UpdateRecord(msgspec.Struct, omit_defaults=True):
-    """One transaction in the history. `outcome`: `committed`, or the error's code.
+    """One transaction in the history. `outcome`: `committed`, or the error's code. `publisher`: as `publisher_of` says.
 
     `phases`: microseconds (µs), by name. A name is missing where the transaction had no such phase. One after the other:
 
@@ -60,6 +65,7 @@ class UpdateRecord(msgspec.Struct, omit_defaults=True):
     digest: str = ""
     phases: dict[str, int] = {}
     aborted_batches: int = 0
+    publisher: str = ""
 
 
 class Finding(msgspec.Struct, omit_defaults=True):
@@ -86,7 +92,7 @@ class WorkerWeights(msgspec.Struct, omit_defaults=True):
 
 class WeightsReport(Message, tag="weights_report"):
     """The answer to `inspect_weights`. Elements of a tensor come as the frame `tensor` float32, one-dimensional; `dtype` and
-    `shape` are those of the whole tensor in the engine."""
+    `shape` are those of the whole tensor in the engine. `publisher`: of the weights that are committed."""
 
     id: int
     group: str
@@ -97,6 +103,7 @@ class WeightsReport(Message, tag="weights_report"):
     dtype: str = ""
     frames: list[FrameSpec] = []
     shape: list[int] = []
+    publisher: str = ""
 
 
 class Inspect(Message, tag="inspect"):

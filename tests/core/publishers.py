@@ -11,7 +11,7 @@ from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import FrameSpec, Message
-from enginepool.protocol.messages.weight_reports import Finding, UpdateRecord
+from enginepool.protocol.messages.weight_reports import Finding, UpdateRecord, publisher_of
 from enginepool.protocol.messages.weights import (
     Commit,
     Join,
@@ -32,6 +32,8 @@ M = TypeVar("M", bound=Message)
 MANIFEST = [Tensor("w", "float32", (2, 3)), Tensor("b", "float32", (3,))]
 DIGEST = "d" * 32
 ADDRESS = "127.0.0.1:29500"
+#: what the history calls the publisher of a trainer's first update
+FIRST = publisher_of(b"trainer".ljust(16, b"."), 1)
 
 
 class Trainer:

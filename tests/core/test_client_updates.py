@@ -30,13 +30,15 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import Ack, ErrorReply, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
 from enginepool.protocol.messages import weights as updates
-from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport, publisher_of
 from enginepool.protocol.messages.weights import Commit, Join, Phase, Publish, Published, Renew, Sent, Transfer, WeightsNeeded
 from tests.core.session_invariants import check_session
 from tests.core.test_client_session import Driver
 
 DIGEST = "d" * 32
 MANIFEST = (b"[]",)
+#: the first update of the client of `Driver`
+MINE = publisher_of(b"c" * 16, 1)
 
 
 def publish(id_: int, version: int = 8, transfer: Transfer = "staged") -> Publish:
@@ -162,11 +164,13 @@ def test_a_new_coordinator_knows_nothing_of_an_update_that_was_not_committed(pub
 @pytest.mark.parametrize(
     ("report", "outcome"),
     [
-        (WeightsReport(1, "g", version=8, digest=DIGEST), "committed"),
-        (WeightsReport(1, "g", version=8, digest="e" * 32), "update_aborted"),
-        (WeightsReport(1, "g", version=7, digest=DIGEST), "update_aborted"),
-        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "committed", digest=DIGEST)]), "committed"),
-        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "update_aborted", digest=DIGEST)]), "update_aborted"),
+        (WeightsReport(1, "g", version=8, digest=DIGEST, publisher=MINE), "committed"),
+        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "committed", publisher=MINE)]), "committed"),
+        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "update_aborted", publisher=MINE)]), "update_aborted"),
+        # The same version and weights, in an earlier run or of another publisher.
+        (WeightsReport(1, "g", version=8, digest=DIGEST), "update_aborted"),
+        (WeightsReport(1, "g", version=8, digest=DIGEST, publisher=publisher_of(b"o" * 16, 1)), "update_aborted"),
+        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "committed", digest=DIGEST)]), "update_aborted"),
     ],
 )
 def test_the_journal_of_a_new_coordinator_decides(publisher: Publisher, report: WeightsReport, outcome: str):
@@ -200,11 +204,11 @@ def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_j
     publisher.refuse("update_aborted", 1)
     publisher.refuse("update_aborted", 1)
     assert publisher.ended() == []
-    publisher.hear(WeightsReport(1, "g", version=8, digest=DIGEST))
+    publisher.hear(WeightsReport(1, "g", version=8, digest=DIGEST, publisher=MINE))
     assert publisher.ended() == ["committed"]
 
 
-def test_a_refusal_of_what_was_said_again_stands_if_the_journal_holds_other_weights_of_that_version(publisher: Publisher):
+def test_a_refusal_of_what_was_said_again_stands_if_the_journal_holds_weights_of_another_publisher(publisher: Publisher):
     publisher.open()
     publisher.send_all()
     publisher.commit()
@@ -212,27 +216,16 @@ def test_a_refusal_of_what_was_said_again_stands_if_the_journal_holds_other_weig
     publisher.refuse("hello_required")
     publisher.welcome()
     publisher.refuse("version_backwards", 1)
-    publisher.hear(WeightsReport(1, "g", version=8, digest="other weights"))
+    publisher.hear(WeightsReport(1, "g", version=8, digest=DIGEST, publisher=publisher_of(b"o" * 16, 1)))
     assert publisher.ended() == ["version_backwards"]
 
 
 @pytest.mark.parametrize("transfer", ["checkpoint", "set_version"])
-def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Publisher, transfer: Transfer):
+def test_weights_that_are_not_broadcast_are_known_by_their_publisher(publisher: Publisher, transfer: Transfer):
     publisher.open(transfer=transfer)
     publisher.commit()
     publisher.restart()
-    publisher.hear(WeightsReport(1, "g", version=8, digest="of a file"))
-    assert publisher.ended() == ["committed"]
-
-
-def test_the_digest_of_a_part_is_not_that_of_the_whole(publisher: Publisher):
-    offer = publish(1)
-    offer.partial = True
-    publisher(UpdateBegin(publisher.now, offer, MANIFEST))
-    publisher.send_all()
-    publisher.commit()
-    publisher.restart()
-    publisher.hear(WeightsReport(1, "g", version=8, digest="layered"))
+    publisher.hear(WeightsReport(1, "g", version=8, digest="of a file", publisher=MINE))
     assert publisher.ended() == ["committed"]
 
 
@@ -392,7 +385,10 @@ class RoughCoordinator:
             return [Pong(at=message.at, epoch=self.epoch)]
         if isinstance(message, InspectWeights):
             last = self.journal[-1]
-            return [WeightsReport(message.id, "g", version=last.version, digest=last.digest, history=self.journal[-3:])]
+            report = WeightsReport(message.id, "g", last.version, last.digest, publisher=last.publisher)
+            # The history is written after the journal, and may lack the last commit.
+            report.history = self.journal[-4 : self.rng.choice([None, -1])]
+            return [report]
         if isinstance(message, Publish):
             return self._publish(message)
         if isinstance(message, Commit):
@@ -405,7 +401,9 @@ class RoughCoordinator:
             if self.rng.random() < 0.1:
                 return self._end("a worker was lost")
             if self.sent is not None and message.id in self.allowed:
-                record = UpdateRecord(self.open.version, "committed", digest=self.sent.digest)
+                record = UpdateRecord(
+                    self.open.version, "committed", digest=self.sent.digest, publisher=publisher_of(b"c" * 16, message.id)
+                )
                 self.journal.append(record)
                 return self._say(Published(message.id, record.version, record))
         return []

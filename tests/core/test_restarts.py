@@ -10,10 +10,10 @@ from enginepool.protocol.messages import Batch, Exiting, Idle, Ready, Result
 from enginepool.protocol.messages.weights import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.machines import Sent as Message_
-from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
+from tests.core.publishers import DIGEST, FIRST, Trainer, UpdatePool, of_type
 
 PATH = "/models/next"
-NEW = GroupWeights(1, DIGEST, path=PATH, restart=True)
+NEW = GroupWeights(1, DIGEST, path=PATH, restart=True, publisher=FIRST)
 START_S = 5.0
 
 

@@ -34,7 +34,7 @@ from enginepool.protocol.messages.weights import (
 )
 from tests.core.invariants import check_machine
 from tests.core.machines import CAN, EPOCH, codes, failures, results, text, texts, work
-from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
+from tests.core.publishers import DIGEST, FIRST, Trainer, UpdatePool, of_type
 
 
 def ready(workers: int = 2, **kwargs: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
@@ -81,7 +81,7 @@ def test_the_straight_path_of_a_staged_update() -> None:
     assert [s.link for s in handed if isinstance(s.message, LoadWeights)] == links
     pool.wait(0.7)
     assert of_type(pool.answer(handed), Published) == []
-    assert pool.journal[-1].weights == GroupWeights(1, DIGEST, staged=True)
+    assert pool.journal[-1].weights == GroupWeights(1, DIGEST, staged=True, publisher=FIRST)
     pool.wait(0.4)
     end = pool.written()
     assert [s.link for s in end if isinstance(s.message, Committed)] == links

@@ -129,6 +129,22 @@ def test_who_is_lost_during_an_update_loses_no_token_and_the_next_update_succeed
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
+def test_an_update_is_not_taken_for_one_of_its_version_in_an_earlier_run(shared: Shared) -> None:
+    """The history has the same version and weights as committed: the publisher of it is another message."""
+
+    async def scene() -> None:
+        async with streaming(shared.daemon, 1) as (pool, _streams), WeightPublisher(pool, **PATIENT) as publisher:
+            before = (await pool.weights()).version
+            await publisher.publish(some_weights(before + 1), before + 1, in_flight="abort")
+            await publisher.publish(some_weights(before), before, in_flight="abort", new_run=True)
+            lost = Case("abort", "load", "coordinator", KILL, "aborted")
+            assert await by_this_one(shared, pool, lost, before + 1) == "aborted"
+            assert (await pool.weights()).version == before
+            await all_ready(pool, shared.daemon)
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
 async def check(pool: Pool, streams: Streams) -> None:
     history = (await pool.weights()).history
     await streams.check({0: "", **{record.version: record.digest for record in history if record.outcome == "committed"}})

@@ -27,6 +27,7 @@ from enginepool.protocol.messages import (
     ToWorker,
     Welcome,
 )
+from enginepool.protocol.messages.weight_reports import publisher_of
 from enginepool.protocol.messages.weights import (
     Commit,
     Committed,
@@ -123,7 +124,7 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     daemon.kill()
     journal = Journal(Path(config.state_dir))
     journal.close()
-    weights = GroupWeights(7, "d" * 32, "", str(tmp_path / "seven"))
+    weights = GroupWeights(7, "d" * 32, "", str(tmp_path / "seven"), publisher=publisher_of(b"p" * 16, 1))
     assert journal.record.weights == {"g": weights}
 
     successor = ForkedDaemon(processes, config).listening()

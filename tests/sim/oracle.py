@@ -255,6 +255,14 @@ class Oracle:
         assert message.record.outcome == "committed", told
         self._count("published")
 
+    def known_as_published(self, offer: Offer, version: int, digest: str) -> None:
+        """A publisher finds that its update is committed: by the journal, after a restart of the coordinator."""
+        found = [one for one in self.weights[offer.group] if one.committed and one.version == version]
+        if offer.transfer != "set_version" and not offer.partial:
+            found = [one for one in found if one.digest == digest]
+        assert found, f"{offer}: version {version} with {digest} was not committed"
+        self._count("found published")
+
     def update_failed(self, offer: Offer, failure: ErrorReply, *, lapsed: bool) -> None:
         """A publisher hears that its update is not. `lapsed`: nothing of it reached the coordinator for a whole lease."""
         code, told = failure.code, f"{offer}: {failure.code}: {failure.message}"

@@ -7,7 +7,7 @@ import msgspec
 from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
-from enginepool.protocol.messages.weight_reports import Finding, InspectWeights, WeightsReport
+from enginepool.protocol.messages.weight_reports import Finding, InspectWeights, WeightsReport, publisher_of
 from enginepool.protocol.messages.weights import (
     SEAL_BYTES,
     AbortUpdate,
@@ -250,10 +250,14 @@ class SimPublisher:
             self._say(AbortUpdate(self.publish.id, "as was said before"))
 
     def _reported(self, report: WeightsReport) -> None:
-        if not self.asking or self.publish is None or report.group != self.publish.group:
+        if not self.asking or self.publish is None or self.offer is None or report.group != self.publish.group:
             return
         self.asking = False
-        self._finish("published" if report.version == self.publish.version and self.committed else "restarted")
+        mine = publisher_of(self.id, self.publish.id)
+        committed = {report.publisher, *(one.publisher for one in report.history if one.outcome == "committed")}
+        if mine in committed:
+            self.oracle.known_as_published(self.offer, self.publish.version, self.digest)
+        self._finish("published" if mine in committed else "restarted")
 
     # --- the process group ---------------------------------------------------------------------------------------------
 

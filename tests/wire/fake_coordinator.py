@@ -86,6 +86,8 @@ class FakeCoordinator:
         self._errands: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._letters: queue.SimpleQueue[tuple[bytes, Message, Sequence[bytes]]] = queue.SimpleQueue()
         self._greeted: set[bytes] = set()
+        #: who said hello last
+        self.client = b""
         self._decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
         self._stopping = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -147,6 +149,7 @@ class FakeCoordinator:
             return
         if isinstance(message, Hello):
             self._greeted.add(link)
+            self.client = message.client
             self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"], incarnation=message.incarnation))
         elif link not in self._greeted:
             self._send(link, ErrorReply("hello_required", "say hello", id=getattr(message, "id", None)))

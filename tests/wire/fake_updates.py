@@ -102,7 +102,9 @@ class FakeUpdates:
             self._link = link
             if isinstance(message, InspectWeights):
                 last = self.journal[-1]
-                self._write(WeightsReport(message.id, "g", last.version, last.digest, history=self.journal))
+                report = WeightsReport(message.id, "g", last.version, last.digest, publisher=last.publisher)
+                report.history = self.journal
+                self._write(report)
             elif isinstance(message, Publish):
                 self._publish(message, payload)
             elif self.deaf:

@@ -31,6 +31,7 @@ RECORD: dict[str, Any] = {
     "digest": DIGEST,
     "phases": {"open": 900, "join": 200, "transfer": 31000, "drain": 1500, "load": 9000},
     "aborted_batches": 1,
+    "publisher": f"{bytes(range(16)).hex()}/9",
 }
 
 
@@ -249,6 +250,7 @@ def _to_client() -> list[Valid]:
                     {"name": "policy-1", "version": 3, "code": "needs_weights", "message": "no snapshot"},
                 ],
                 "history": [RECORD],
+                "publisher": RECORD["publisher"],
             },
         ),
         Valid(

@@ -17,7 +17,7 @@ import torch
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
-from enginepool.protocol.messages.weight_reports import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord, publisher_of
 from enginepool.trainer import trainer_ranks
 from enginepool.trainer import update_handle as update
 from enginepool.trainer.publisher_context import PublisherContext
@@ -643,9 +643,8 @@ def test_after_a_restart_of_the_coordinator_its_journal_decides(updates: FakeUpd
         await handle.sent()
         while not updates.digest:
             await asyncio.sleep(0.01)
-        updates.restart(
-            UpdateRecord(2, "committed", digest=updates.digest) if committed else UpdateRecord(1, "committed", digest="x")
-        )
+        this = publisher_of(updates.coordinator.client, updates.published[-1].id)
+        updates.restart(UpdateRecord(2, "committed", digest=updates.digest, publisher=this if committed else "another"))
         if committed:
             assert (await task).version == 2
         else:

@@ -94,7 +94,7 @@ class ClientSession:
         self.calls = PendingRequests(settings, jitter)
         self.streams = Streams(self.calls)
         self.questions = PendingQuestions(settings, self.link)
-        self.updates = Updates(settings)
+        self.updates = Updates(settings, client)
         #: why it ended
         self.end: ErrorReply | None = None
         #: why the last hello that may be repeated was refused

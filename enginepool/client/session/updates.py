@@ -8,8 +8,8 @@ Part of the pure machine in `machine.py`. An update is in one place:
      └─ coordinator of a new epoch ──► asking ──weights_report──► gone: committed or aborted
 
 A coordinator keeps no transaction over its own end, but its journal has committed the update or it has not. So after a restart
-one question decides: the version is committed, with the digest that was sent, or the update is aborted. One that was not both
-sent and allowed to commit cannot be committed, and needs no question.
+one question decides: the history or the journal names this client and this update as the publisher of committed weights, or
+the update is aborted. One that was not both sent and allowed to commit cannot be committed, and needs no question.
 
 While an update is open its lease is renewed; every one ends by its deadline, with or without a coordinator. Every method
 appends to `out` what is to be done.
@@ -21,7 +21,7 @@ from typing import Literal
 from enginepool.client.session.events import Answer, Fail, SendMessage, SessionEffect, UpdateAbort, UpdateBegin, UpdateStep
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport, publisher_of
 from enginepool.protocol.messages.weights import AbortUpdate, Commit, Join, MemoryRegion, Phase, Published, Renew, Sent
 
 #: Transfers in which the publisher broadcasts nothing, so that it has no digest to tell.
@@ -67,8 +67,9 @@ class PublishedUpdate:
 class Updates:
     """All updates of one client without a final answer: usually one."""
 
-    def __init__(self, settings: SessionSettings) -> None:
+    def __init__(self, settings: SessionSettings, client: bytes) -> None:
         self.settings = settings
+        self._client = client
         self.by_id: dict[int, PublishedUpdate] = {}
         #: when `tick` has something to do
         self.wake_at = inf
@@ -175,7 +176,7 @@ class Updates:
         update = self.by_id.get(report.id)
         if update is None or update.place != "asking":
             return False
-        record = _committed_in(report, update)
+        record = _committed_in(report, update, publisher_of(self._client, update.id))
         if record is None:
             text = f"the coordinator was restarted, and its journal holds version {report.version}"
             self._fail(update, update.refused or _aborted(update, text), out)
@@ -268,21 +269,19 @@ def _aborted(update: PublishedUpdate, why: str) -> ErrorReply:
     return ErrorReply("update_aborted", f"the update to {update.name} was aborted: {why}", id=update.id)
 
 
-def _committed_in(report: WeightsReport, update: PublishedUpdate) -> UpdateRecord | None:
+def _committed_in(report: WeightsReport, update: PublishedUpdate, publisher: str) -> UpdateRecord | None:
     """The record of this update, if the coordinator committed it before it ended."""
-    version = update.publish.version
-    # Of a part, the journal has the digest together with what it lies over.
-    digest = None if update.sent is None or update.publish.partial else update.sent.digest
     for record in report.history:
-        if record.version == version and record.outcome == "committed" and digest in (None, record.digest):
+        if record.publisher == publisher and record.outcome == "committed":
             return record
-    if report.version != version or digest not in (None, report.digest):
+    if report.publisher != publisher:
         return None
     return UpdateRecord(
-        version=version,
+        version=report.version,
         outcome="committed",
         transfer=update.publish.transfer,
         message="committed before the coordinator was restarted",
         sent_bytes=update.sent_bytes,
         digest=report.digest,
+        publisher=publisher,
     )

@@ -20,7 +20,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
     `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
     checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `restart`:
     engines take them only at their start, on `path`. `staged`: these or earlier ones came by a staged update, for which workers
-    that start keep memory.
+    that start keep memory. `publisher`: who published them, as in the history.
     """
 
     version: int = 0
@@ -30,6 +30,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
     run: int = 0
     restart: bool = False
     staged: bool = False
+    publisher: str = ""
 
 
 class AdapterVersion(msgspec.Struct, frozen=True):

@@ -89,7 +89,10 @@ class Inspection:
 
 def report_of(group: Group, id: int) -> WeightsReport:
     """What the coordinator knows by itself."""
-    return WeightsReport(id, group.name, group.version, group.weights.digest, history=list(group.history))
+    weights = group.weights
+    return WeightsReport(
+        id, group.name, group.version, weights.digest, history=list(group.history), publisher=weights.publisher
+    )
 
 
 def _of(worker: Worker) -> WorkerWeights:

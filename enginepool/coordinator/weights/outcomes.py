@@ -40,7 +40,7 @@ class UpdateOutcomes:
     def new_weights(self, update: Update, digest: str) -> GroupWeights:
         """What is committed if all goes well. `digest`: of what engines took."""
         staged = update.offer.transfer == "staged" or update.group.weights.staged
-        return msgspec.structs.replace(self._taken(update, digest), staged=staged)
+        return msgspec.structs.replace(self._taken(update, digest), staged=staged, publisher=update.publisher)
 
     def _taken(self, update: Update, digest: str) -> GroupWeights:
         group, offer = update.group, update.offer
@@ -203,6 +203,7 @@ class UpdateOutcomes:
         record.sent_bytes = update.sent_bytes
         record.phases = update.times
         record.aborted_batches = update.recalled_batches
+        record.publisher = update.publisher
         update.group.history.append(record)
         why = f": {message}" if message else ""
         how = f"{offer.transfer}, {record.members} worker{'' if record.members == 1 else 's'}"

@@ -10,7 +10,7 @@ from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weight_reports import Finding, publisher_of
 from enginepool.protocol.messages.weights import MemoryRegion, PhaseName
 
 OPEN: Final = "open"
@@ -76,6 +76,8 @@ class Update:
         self.client = client
         self.group = group
         self.offer = offer = e.message
+        #: as the history and the journal call it
+        self.publisher = publisher_of(client.id, offer.id)
         self.manifest = e.manifest
         self.frames = e.frames
         #: of the offer, which tells a resend from another content under the same id
