@@ -459,6 +459,38 @@ def test_a_cancel_survives_a_lost_link_and_the_request_is_not_sent_again(driver:
     assert Cancel(1) in driver.sent()
 
 
+def test_what_was_taken_back_without_an_answer_is_cancelled_on_the_next_link(driver: Driver):
+    """The coordinator would compute it to its end, and a stream without credit would keep its place."""
+    driver.submit(1)
+    driver.now += 0.2
+    driver(AbandonRequest(driver.now, 1))  # on a link that is lost, as is seen later
+    driver.pass_time(1.1)
+    assert driver.failed() == [(1, "cancelled")]
+    driver.refuse("hello_required")
+    driver.sent()
+    driver.welcome()
+    assert driver.sent() == [Cancel(1)]
+    driver.refuse("cancelled", 1)
+    driver.refuse("hello_required")
+    driver.sent()
+    driver.welcome()
+    assert driver.sent() == []
+
+
+def test_a_coordinator_of_a_new_epoch_is_told_nothing_of_what_was_taken_back(driver: Driver):
+    driver.submit(1)
+    driver.now += 0.2
+    driver(AbandonRequest(driver.now, 1))
+    driver.pass_time(1.1)
+    driver.sent()
+    driver.welcome(epoch=8)
+    assert driver.sent() == []
+    driver.refuse("hello_required")
+    driver.sent()
+    driver.welcome(epoch=8)
+    assert driver.sent() == []
+
+
 def test_a_coordinator_of_a_new_epoch_holds_nothing_that_could_be_cancelled(driver: Driver):
     driver.submit(1)
     driver.now += 0.2

@@ -95,6 +95,9 @@ class PendingRequests:
         self._limit_bytes = inf
         self._limit_message = inf
         self._jitter = jitter
+        #: Ids that were taken back and dropped without an answer: a coordinator of this epoch may have missed the Cancel, and
+        #: compute them still.
+        self._left: set[int] = set()
         #: (-priority, id), at least one for each waiting call; stale ones are dropped when met
         self._waiting: list[tuple[int, int]] = []
         #: (due, id); valid while it is the call's own `due`
@@ -145,6 +148,9 @@ class PendingRequests:
                     self._drop(call, _cancelled(call), out)
                 elif call.place == "cancelling":
                     out.append(SendMessage(Cancel(call.id)))
+            if new_epoch:
+                self._left.clear()
+            out += [SendMessage(Cancel(id_)) for id_ in sorted(self._left)]
         self.pump(now, out)
 
     def shelve(self) -> None:
@@ -160,6 +166,7 @@ class PendingRequests:
     def answered(self, id_: int, effect: Answer | Fail, now: float, out: list[SessionEffect]) -> None:
         """A final answer arrived: the first one is passed on."""
         call = self.by_id.pop(id_, None)
+        self._left.discard(id_)
         if call is not None:
             self._uncount(call)
             out.append(effect)
@@ -211,8 +218,11 @@ class PendingRequests:
             if call.place == "backoff":
                 self._wait(call)
                 self._set_due(call)
+            elif call.place == "cancelling":
+                self._left.add(id_)
+                self._drop(call, _cancelled(call), out)
             else:
-                self._drop(call, _cancelled(call) if call.place == "cancelling" else _too_late(call), out)
+                self._drop(call, _too_late(call), out)
         self.pump(now, out)
 
     def sweep(self, now: float, out: list[SessionEffect]) -> None:
