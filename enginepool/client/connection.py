@@ -295,7 +295,12 @@ class Connection:
         try:
             self._link.open()
         except OSError as error:
-            failure = ErrorReply("connect", f"cannot connect: {error.strerror or error}")
+            why = f"cannot connect: {error.strerror or error}"
+            if self._opened.done():
+                # The address is valid, and files may be free again when the session opens the next link.
+                self._complain(why)
+                return
+            failure = ErrorReply("connect", why)
             if self._lookup is not None:
                 # The address is invalid, so its name does not matter.
                 self._lookup.cancel()
