@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.sglang.weights.load_plan import LoadPlan, digest_of_tensor
 from enginepool.workers.sglang.weights.load_watch import Unplannable
+from enginepool.workers.sglang.weights.model_inspection import findings
 
 torch: Any = importlib.import_module("torch")
 
@@ -132,6 +134,38 @@ def test_a_load_that_computes_is_not_understood(extra: Load, why: str) -> None:
     with pytest.raises(Unplannable, match=why):
         LoadPlan(model, TENSORS)
     assert same(before, state(model))
+
+
+def test_all_parts_of_a_tensor_are_looked_at_and_one_that_is_held_twice_counts_once() -> None:
+    class Fused(torch.nn.Module):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.experts = torch.nn.Parameter(torch.ones(4, 6, 2), requires_grad=False)
+            self.embed = torch.nn.Parameter(torch.ones(3, 2), requires_grad=False)
+            self.head = torch.nn.Parameter(torch.ones(3, 2), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+            for name, tensor in weights:
+                if name == "experts":
+                    for number in range(4):
+                        self.experts.data[number].copy_(tensor[number])
+                else:
+                    self.embed.data.copy_(tensor)
+                    self.head.data.copy_(tensor)
+
+    model, tensors = Fused(), [Tensor("experts", "float32", (4, 6, 2)), Tensor("embed", "float32", (3, 2))]
+    plan = LoadPlan(model, tensors)
+    model.experts[2, 0, 1] = float("nan")
+    model.embed[0, 0] = model.head[0, 0] = float("inf")
+    assert findings(model, plan) == [Finding("experts", "nan", 1), Finding("embed", "infinity", 1)]
+    model.embed[0, 0] = 1.0
+    assert findings(model, plan)[1] == Finding("embed", "infinity", 1), "one of the places alone"
+    model.experts.fill_(1.0)
+    model.head.zero_()
+    model.experts[0] = 0.0
+    assert findings(model, plan) == [Finding("embed", "zero", 6)], "one expert of four is zero"
+    model.experts.zero_()
+    assert findings(model, plan)[0] == Finding("experts", "zero", 48)
 
 
 def test_constants_are_filled_in_again() -> None:

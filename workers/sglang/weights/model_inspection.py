@@ -59,15 +59,29 @@ def _parts(model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> Ite
 
 
 def findings(model: Any, plan: LoadPlan | None) -> list[Finding]:
-    """What is wrong with it."""
+    """What is wrong with it: of whole tensors, also where their parts are in several places."""
     if plan is None:
-        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        parts = [(name, (), parameter.detach()) for name, parameter in model.named_parameters()]
     else:
-        firsts = {name: next((copy for copy in copies if copy.fill is None), None) for name, copies in plan.copies.items()}
-        named = {name: copy.target for name, copy in firsts.items() if copy is not None}
-    found = Findings()
-    found.add(DigestBatch(list(named), list(named.values())))
-    return found.found()
+        copies = ((name, copy) for name, copies in plan.copies.items() for copy in copies if copy.fill is None)
+        parts = [(name, copy[1:4], copy.target) for name, copy in copies]
+    looked = Findings()
+    looked.add(DigestBatch([str(i) for i in range(len(parts))], [target for _, _, target in parts]))
+    #: by tensor and kind: the count in each part, once for a part that was copied to several places
+    counts: dict[tuple[str, str], dict[tuple[Any, ...], int]] = {}
+    for finding in looked.found():
+        name, part, _ = parts[int(finding.name)]
+        of_parts = counts.setdefault((name, finding.kind), {})
+        of_parts[part] = max(of_parts.get(part, 0), finding.count)
+    sizes: dict[str, dict[tuple[Any, ...], int]] = {name: {} for name, kind in counts if kind == "zero"}
+    for name, part, target in parts:
+        if name in sizes:
+            sizes[name][part] = target.numel()
+    return [
+        Finding(name, kind, sum(of_parts.values()))  # type: ignore[arg-type]
+        for (name, kind), of_parts in counts.items()
+        if kind != "zero" or sum(of_parts.values()) == sum(sizes[name].values())
+    ]
 
 
 def part_of(name: str, model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> tuple[Any, Any]:
