@@ -79,10 +79,10 @@ def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.
 
 
 def token_ids(name: str, ids: Ids) -> Ids32:
-    """Token ids, perhaps none, as int32 [tokens]."""
+    """Token ids, perhaps none, as int32 [tokens]: a copy."""
     if isinstance(ids, str):
         raise bad(name, f"{name}: text; token ids, which the tokenizer of the model makes of it")
-    found = _ids(name, ids)
+    found = np.array(_ids(name, ids))
     _no_negative(name, found, None)
     return found
 

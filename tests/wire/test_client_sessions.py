@@ -75,6 +75,24 @@ def test_a_stream_appends_what_its_caller_takes_also_if_it_is_left(coordinator: 
     scene(coordinator, main)
 
 
+def test_the_caller_may_reuse_the_array_of_its_prompt_while_a_call_runs(coordinator: GeneratingCoordinator) -> None:
+    async def main(pool: Pool) -> None:
+        session, buffer = pool.session(), np.array([11, 12], np.int32)
+        running = asyncio.create_task(session.generate(buffer, max_new_tokens=1))
+        await asyncio.sleep(0)
+        buffer[:] = 99
+        await running
+        assert history(session) == [11, 12, 0]
+        buffer[:] = 13
+        stream = session.stream(buffer, max_new_tokens=1)
+        buffer[:] = 99
+        await stream.result()
+        assert history(session) == [11, 12, 0, 13, 13, 0]
+
+    scene(coordinator, main)
+    assert prompts(coordinator) == [[11, 12], [11, 12, 0, 13, 13]]
+
+
 def test_a_branch_is_independent_and_a_cut_history_goes_on_from_there(coordinator: GeneratingCoordinator) -> None:
     async def main(pool: Pool) -> None:
         session = pool.session()
