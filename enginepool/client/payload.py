@@ -37,7 +37,7 @@ def encode_shared(
 ) -> Payload:
     """Frames of one query for all items. `names`: what the caller calls the two."""
     name, of_rows = names
-    rows = _rows(of_rows, items)
+    rows = check_rows(of_rows, items)
     if isinstance(query, str):
         head = utf8(name, query)
         spec = FrameSpec("query", "utf8", (len(head),))
@@ -58,7 +58,7 @@ def encode_pairs(
     responses: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]],
 ) -> Payload:
     """Frames of a query of its own for each item."""
-    queries, rows = _rows("prompts", prompts), _rows("responses", responses)
+    queries, rows = check_rows("prompts", prompts), check_rows("responses", responses)
     if len(queries) != len(rows):
         raise bad("responses", f"responses: expected {len(queries)} (one per prompt), got {len(rows)}", str(len(queries)))
     text = _is_text("prompts", queries)
@@ -71,7 +71,7 @@ def encode_pairs(
 
 def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]]) -> Payload:
     """Frames of items without a query."""
-    rows = _rows(name, rows)
+    rows = check_rows(name, rows)
     text = _is_text(name, rows)
     body = _encode("items", name, rows, text, f"{name}[0] is {'text' if text else 'token ids'}")
     _no_empty(name, body.lengths, "empty; it needs at least one token")
@@ -119,7 +119,8 @@ def _is_text(name: str, rows: Sequence[Any]) -> bool:
     return isinstance(first, str)
 
 
-def _rows(name: str, rows: Any) -> Sequence[Any]:
+def check_rows(name: str, rows: Any) -> Sequence[Any]:
+    """`rows`, if they are rows, and at least one; what each row is comes later."""
     # A mapping is also what tokenizers return: its keys are texts.
     rowless = isinstance(rows, str | bytes | bytearray | Mapping)
     if rowless or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from enginepool.client.arguments import Ids, bad, check_int, check_options
 from enginepool.client.embed import EmbedCalls, EmbedResult, instructed
-from enginepool.client.payload import check_label_texts, check_labels
+from enginepool.client.payload import check_label_texts, check_labels, check_rows
 from enginepool.client.results import Floats
 from enginepool.client.row_calls import TruncatedOptions
 from enginepool.client.score import ScoreCalls, ScoreResult
@@ -74,6 +74,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             BadRequest, EnginepoolError: as in `embed`.
         """
         check_options("similarity", options, SimilarityOptions)
+        queries, documents = check_rows("queries", queries), check_rows("documents", documents)
         queries = instructed("queries", queries, options.pop("instruction", None))
         return (await self._cosines(queries, documents, options))[0]
 
@@ -103,6 +104,7 @@ class RerankCalls(ScoreCalls, EmbedCalls):
             EnginepoolError: as in `score`.
         """
         check_options("rerank", options, RerankOptions)
+        documents = check_rows("documents", documents)
         top_n = options.pop("top_n", None)
         [query] = instructed("query", [query], options.pop("instruction", None))
         ids, texts = options.pop("label_token_ids", None), options.pop("labels", None)

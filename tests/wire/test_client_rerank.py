@@ -103,6 +103,32 @@ def test_similarity_is_the_cosine_of_each_pair(coordinator: FakeCoordinator) -> 
 
 
 @pytest.mark.parametrize(
+    ("queries", "documents", "field", "received"),
+    [
+        ("a city", ["Paris"], "queries", "a str"),
+        (["a city"], "Paris", "documents", "a str"),
+        ({"input_ids": [[1]]}, [[1]], "queries", "a dict"),
+        ([[1]], np.zeros((0, 3), np.int32), "documents", "empty"),
+    ],
+)
+def test_a_text_or_a_mapping_is_no_list_of_texts(
+    coordinator: FakeCoordinator, queries: Any, documents: Any, field: str, received: str
+) -> None:
+    async def compare(pool: Pool) -> None:
+        with pytest.raises(errors.BadRequest, match=f"^{field}: {received}; ") as refused:
+            await pool.similarity(queries, documents)
+        assert refused.value.field == field
+        if field == "documents":
+            for limits in (EMBEDDING, CROSS_ENCODER):
+                coordinator.groups = [GroupStatus("g", limits=limits)]
+                with pytest.raises(errors.BadRequest, match=f"^{field}: {received}; "):
+                    await pool.rerank("a city", documents)
+
+    ask(coordinator, EMBEDDING, compare)
+    assert not coordinator.embeds and not coordinator.scores
+
+
+@pytest.mark.parametrize(
     ("limits", "options", "field"),
     [
         (CAUSAL, {}, "label_token_ids"),
