@@ -74,11 +74,12 @@ class AdapterCalls:
             frames = [_config_text(config), _packed(tensors)]
             message.digest = adapter_digest(*frames)
             message.frames = [FrameSpec(*spec) for spec in _specs(frames)]
+        left = self._connection.within(seconds)
         if version is None:
-            report = (await self._connection.ask(Status(), StatusReport, seconds))[0]
+            report = (await self._connection.ask(Status(), StatusReport, left()))[0]
             present = named_group(report, group).adapters
             message.version = max((one.version + 1 for one in present if one.name == name), default=1)
-        return (await self._connection.ask(message, AdapterReport, seconds, frames))[0]
+        return (await self._connection.ask(message, AdapterReport, left(), frames))[0]
 
     async def unload_adapter(
         self,

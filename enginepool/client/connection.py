@@ -119,6 +119,11 @@ class Connection:
             raise RuntimeError("this Pool belongs to another event loop; open one on each loop, or use BlockingPool")
         return self._loop.time()
 
+    def within(self, seconds: float | None) -> Callable[[], float | None]:
+        """For a call that asks several times: what is left of so many seconds from now, always above 0; None: no limit."""
+        end = None if seconds is None else self.now() + seconds
+        return lambda: None if end is None else max(end - self.now(), 0.001)
+
     async def open(self, within: float | None) -> None:
         """Find the coordinator, within so many seconds.
 

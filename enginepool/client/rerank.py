@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.client.arguments import Ids, bad, check_int, check_options
+from enginepool.client.arguments import Ids, bad, check_int, check_options, check_timeout
 from enginepool.client.embed import EmbedCalls, EmbedResult, instructed
 from enginepool.client.payload import check_label_texts, check_labels, check_rows
 from enginepool.client.results import Floats
@@ -15,9 +15,6 @@ from enginepool.client.row_calls import TruncatedOptions
 from enginepool.client.score import ScoreCalls, ScoreResult
 from enginepool.errors import PoolDown, UnknownGroup
 from enginepool.protocol.messages import GroupLimits, Status, StatusReport
-
-#: seconds for the coordinator to say what a group is
-STATUS_S = 10.0
 
 
 class SimilarityOptions(TruncatedOptions, total=False):
@@ -110,14 +107,15 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         ids, texts = options.pop("label_token_ids", None), options.pop("labels", None)
         labels = check_labels(ids) or check_label_texts(texts, ids)
         most = None if top_n is None else check_int("top_n", top_n, 1, len(documents))
-        limits = await self._limits(options.get("group", ""))
+        left = self._connection.within(check_timeout(options.get("timeout")))
+        limits = await self._limits(options.get("group", ""), left())
         if limits.kind == "causal" and len(labels) < 2:
             raise bad("label_token_ids", f"label_token_ids: {len(labels)} labels; a causal model needs two or more", "2")
         if limits.kind != "causal" and labels:
             raise bad("label_token_ids", f"label_token_ids: {len(labels)} labels; this model has none to choose from", "0")
         if limits.kind == "classifier" and limits.labels != 1:
             raise bad("group", f"group: its model has {limits.labels} scores for a pair; reranking needs one", "1")
-        row: TruncatedOptions = {**options}  # type: ignore[typeddict-item]  # what is left are the options of every call
+        row: TruncatedOptions = {**options, "timeout": left()}  # type: ignore[typeddict-item]  # those of every call
         if limits.kind == "embedding":
             cosines, embedded = await self._cosines([query], documents, row)  # type: ignore[list-item]
             return _ranked(cosines[0], most, "embeddings", embedded)
@@ -135,9 +133,9 @@ class RerankCalls(ScoreCalls, EmbedCalls):
         count = len(queries)
         return result.embeddings[:count] @ result.embeddings[count:].T, result
 
-    async def _limits(self, name: str) -> GroupLimits:
-        """What the model of a group is."""
-        report, _ = await self._connection.ask(Status(), StatusReport, STATUS_S)
+    async def _limits(self, name: str, within: float | None) -> GroupLimits:
+        """What the model of a group is, said within so many seconds."""
+        report, _ = await self._connection.ask(Status(), StatusReport, within)
         groups = [group for group in report.groups if group.name == name or not name]
         if len(groups) != 1:
             names = ", ".join(group.name for group in report.groups)

@@ -51,11 +51,10 @@ class WeightCalls:
         """
         seconds, reader = check_timeout(timeout), WeightReader()
         group, name = check_group(group), check_name(name)
-        end = None if seconds is None else self._connection.now() + seconds
+        left = self._connection.within(seconds)
         while reader.weight is None:
-            left = None if end is None else max(end - self._connection.now(), 0.001)
             question = InspectWeights(0, group, "tensor", name, offset=reader.offset)
-            reader.take(*await self._ask_weights(question, left))
+            reader.take(*await self._ask_weights(question, left()))
         return reader.weight
 
     async def set_version(
