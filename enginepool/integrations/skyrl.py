@@ -80,18 +80,27 @@ class PoolInferenceEngine(_Interface):
         self._pool = pool if isinstance(pool, Pool) else None
         #: of the pool, if it was opened here
         self._loop: asyncio.AbstractEventLoop | None = None
+        #: opens the pool, for all calls that come meanwhile
+        self._opening: asyncio.Task[Pool] | None = None
         self._publisher: WeightPublisher | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_pool", "_loop", "_publisher"))}
+        return {**self.__dict__, **dict.fromkeys(("_pool", "_loop", "_opening", "_publisher"))}
 
     async def _here(self) -> Pool:
         """A pool on the running loop. SkyRL runs one loop after the other."""
         loop = asyncio.get_running_loop()
-        if self._pool is None or (self._loop is not None and self._loop is not loop):
-            await self._leave()
-            self._loop, self._pool = loop, await Pool.connect(self._address, keys=self._keys)
-        return self._pool
+        if self._pool is not None and self._loop in (None, loop):
+            return self._pool
+        if self._opening is None or self._opening.done() or self._opening.get_loop() is not loop:
+            self._opening = loop.create_task(self._open())
+        return await asyncio.shield(self._opening)  # others wait for it, too
+
+    async def _open(self) -> Pool:
+        await self._leave()
+        pool = await Pool.connect(self._address, keys=self._keys)
+        self._loop, self._pool = asyncio.get_running_loop(), pool
+        return pool
 
     async def _leave(self) -> None:
         pool, publisher, own = self._pool, self._publisher, self._loop is not None
@@ -237,6 +246,8 @@ class PoolInferenceEngine(_Interface):
 
     async def teardown(self) -> None:
         """End the publisher, and the connection if it was made here."""
+        if self._opening is not None and self._opening.get_loop() is asyncio.get_running_loop():
+            await asyncio.wait([self._opening])
         await self._leave()
 
 

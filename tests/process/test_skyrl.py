@@ -23,6 +23,7 @@ from tests.process.processes import Processes
 from tests.process.scenes import OPTIONS
 from tests.process.test_generate import VOCAB, generating, run
 from tests.process.weights import some_weights
+from tests.wire.generating_coordinator import GeneratingCoordinator
 
 #: the abstract methods of SkyRL's `InferenceEngineInterface`, and their arguments
 METHODS = {
@@ -173,6 +174,47 @@ def test_it_generates_pauses_and_publishes(processes: Processes, tmp_path: Path)
 
     digests = {"digests": {3: asyncio.run(committed())}}
     run(again)
+
+
+def test_calls_at_once_open_one_connection_and_the_next_call_opens_it_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch: Any = {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 1}}
+    opened: list[Pool] = []
+    refusals = [errors.ConnectError("no coordinator")]
+    connect = Pool.connect
+
+    async def counted(address: str, **options: Any) -> Pool:
+        await asyncio.sleep(0)
+        if refusals:
+            raise refusals.pop()
+        opened.append(await connect(address, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(Pool, "connect", counted)
+    with GeneratingCoordinator(f"ipc://{tmp_path}/c.sock") as coordinator:
+        client = engine(coordinator.address)
+
+        async def scene() -> None:
+            refused = await asyncio.gather(*(client.generate(batch) for _ in range(4)), return_exceptions=True)
+            assert [type(one) for one in refused] == [errors.ConnectError] * 4
+            first, *others = [asyncio.ensure_future(client.generate(batch)) for _ in range(8)]
+            await asyncio.sleep(0)
+            first.cancel()
+            assert [answer["response_ids"] for answer in await asyncio.gather(*others)] == [[[0]]] * 7
+            assert first.cancelled() and len(opened) == 1
+            await client.teardown()
+            begun = asyncio.ensure_future(client.generate(batch))
+            await asyncio.sleep(0)
+            await client.teardown()
+            with pytest.raises(errors.PoolClosed):
+                await begun
+            assert len(opened) == 2
+            for pool in opened:
+                with pytest.raises(errors.PoolClosed):
+                    await pool.status()
+
+        run(scene)
 
 
 def test_chats_go_to_the_api_of_openai_and_to_the_tokenizer(processes: Processes, tmp_path: Path) -> None:
