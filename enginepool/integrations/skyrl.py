@@ -118,6 +118,10 @@ class PoolInferenceEngine(_Interface):
         """What requests call the model."""
         return self._name
 
+    def _adapter(self, model: str | None) -> str | None:
+        """The adapter that a call with this name asks for; None: the model alone."""
+        return model if model and model != self._name else None
+
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
         """Continue each of `prompt_token_ids`. Equal prompts in a row are one request for several samples.
 
@@ -131,8 +135,8 @@ class PoolInferenceEngine(_Interface):
             raise bad("n", f"n: {asked['n']}; SkyRL repeats its prompts", "1")
         options: Any = {**_sampling(asked), **self._generate, "group": self._group}
         options["logprobs"] = asked.get("logprobs") is not None
-        if model and model != self._name:
-            options["adapter"] = model
+        if adapter := self._adapter(model):
+            options["adapter"] = adapter
         pool = await self._here()
         prompts: Any = input_batch.get("prompt_token_ids") or ()
         runs = [(ids, len([*equal])) for ids, equal in groupby(prompts)]
@@ -158,6 +162,8 @@ class PoolInferenceEngine(_Interface):
 
     async def _openai(self, path: str, request_payload: dict[str, Any]) -> dict[str, Any]:
         body = {**request_payload["json"], "model": ""}
+        if adapter := self._adapter(request_payload["json"].get("model")):
+            body["lora_path"] = adapter
         if body.pop("stream", False):
             raise bad("stream", "stream: True; the answer is one object")
         body.pop("session_id", None)

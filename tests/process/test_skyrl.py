@@ -240,6 +240,7 @@ def test_chats_go_to_the_api_of_openai_and_to_the_tokenizer(processes: Processes
         body: Any = {"model": "policy-model", "messages": messages, "session_id": "a"}
         assert await client.chat_completion({"json": body, "headers": {}}) == {"choices": []}
         assert await client.completion({"json": {"prompt": [1, 2]}}) == {"choices": []}
+        assert await client.completion({"json": {"prompt": [1, 2], "model": "french"}}) == {"choices": []}
         template: Any = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
         assert await client.render_chat_completion({"json": template}) == {"token_ids": [4, 1], "features": None}
         with pytest.raises(errors.BadRequest):
@@ -249,6 +250,7 @@ def test_chats_go_to_the_api_of_openai_and_to_the_tokenizer(processes: Processes
     assert asked == [
         ("POST", "/v1/chat/completions", b'{"model":"","messages":[{"role":"user","content":"Who?"}]}'),
         ("POST", "/v1/completions", b'{"prompt":[1,2],"model":""}'),
+        ("POST", "/v1/completions", b'{"prompt":[1,2],"model":"","lora_path":"french"}'),
     ]
     assert client.get_endpoint_url() == "http://front:8000"
     with pytest.raises(errors.Unsupported):
