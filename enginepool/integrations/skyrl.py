@@ -19,10 +19,10 @@ import msgspec
 
 from enginepool.client.arguments import bad, kind
 from enginepool.client.control import MEMORY_TAGS
-from enginepool.client.generations import Generations
 from enginepool.client.pool import Pool
 from enginepool.client.readiness import named_group
 from enginepool.errors import EngineFailed, Unsupported
+from enginepool.integrations.repeated_prompts import generate_runs
 from enginepool.protocol.messages.control import ControlReport
 from enginepool.trainer.publisher import WeightPublisher
 
@@ -124,6 +124,7 @@ class PoolInferenceEngine(_Interface):
 
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
         """Continue each of `prompt_token_ids`. Equal prompts in a row are one request for several samples.
+        The first error ends the other requests.
 
         Sessions and cache salts need nothing: the pool finds prefixes by their tokens, and serves none of other weights.
         """
@@ -140,7 +141,7 @@ class PoolInferenceEngine(_Interface):
         pool = await self._here()
         prompts: Any = input_batch.get("prompt_token_ids") or ()
         runs = [(ids, len([*equal])) for ids, equal in groupby(prompts)]
-        answers: list[Generations] = await asyncio.gather(*(pool.generate(ids, n=n, **options) for ids, n in runs))
+        answers = await generate_runs(pool, runs, options)
         samples = [sample for answer in answers for sample in answer[0]]
         rows = [sample.token_ids.tolist() for sample in samples]
         return {

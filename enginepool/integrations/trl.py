@@ -5,7 +5,6 @@
 A `BlockingPool` serves both. On trainer ranks above 0 `PublishWeights` gets None, and `PoolRollouts` a connection of its own.
 """
 
-import asyncio
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback
 
+from enginepool.integrations.repeated_prompts import generate_runs
 from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
 
 if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
-    from enginepool.client.generations import Generations
 
 #: what PEFT has put into the names of a model
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
@@ -111,15 +110,11 @@ class PoolRollouts:
         self._pool, self._options = pool, options
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """prompt_ids, completion_ids and logprobs: of each prompt a list."""
+        """prompt_ids, completion_ids and logprobs: of each prompt a list. The first error ends the other requests."""
         options: Any = {**_sampling(trainer.args), **self._options, "logprobs": True}
         runs = [(_prompt_ids(prompt, trainer), len([*equal])) for prompt, equal in groupby(prompts)]
-
-        async def generate() -> "list[Generations]":
-            pool = self._pool.pool
-            return await asyncio.gather(*(pool.generate(ids, n=count, **options) for ids, count in runs))
-
-        samples = [sample for answer in self._pool.call(generate()) for sample in answer[0]]
+        answers = self._pool.call(generate_runs(self._pool.pool, runs, options))
+        samples = [sample for answer in answers for sample in answer[0]]
         return {
             "prompt_ids": [ids for ids, count in runs for _ in range(count)],
             "completion_ids": [sample.token_ids.tolist() for sample in samples],

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from enginepool import BlockingPool
+from enginepool import BlockingPool, errors
+from enginepool.protocol.messages import Cancel, ErrorReply, FromClient, Generate
 from enginepool.trainer.tensors import make_plan
 from tests.engine.families import torch, transformers
 from tests.engine.reference import Models
@@ -62,6 +63,23 @@ def test_equal_prompts_in_a_row_become_one_request_with_the_parameters_of_the_tr
     sampling = coordinator.asked[0].sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.min_new_tokens) == (3, 0.5, 0.8, 2)
     assert (sampling.top_k, sampling.repetition_penalty) == (-1, 1.0)
+
+
+def test_a_prompt_that_is_refused_ends_the_requests_of_the_others(coordinator: GeneratingCoordinator) -> None:
+    def refuse_the_last(link: bytes, message: FromClient, frames: list[bytes]) -> None:
+        if isinstance(message, Generate) and frames[0] == b"\x09\0\0\0":
+            coordinator.write(link, ErrorReply("bad_request", "items[0]: refused", message.id, field="items[0]"))
+
+    def tokenize(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(text)]}
+
+    coordinator.others = refuse_the_last
+    trainer = SimpleNamespace(processing_class=tokenize, args=SimpleNamespace(**ARGS))
+    with BlockingPool.connect(coordinator.address) as pool:
+        with pytest.raises(errors.BadRequest):
+            trl.PoolRollouts(pool)(["1", "2", "9"], trainer)
+        pool.status()  # what was sent before was heard
+    assert sum(isinstance(message, Cancel) for message in list(coordinator.heard.queue)) == 2
 
 
 @pytest.mark.parametrize(

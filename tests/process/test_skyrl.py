@@ -16,7 +16,7 @@ import pytest
 
 from enginepool import Pool, errors
 from enginepool.integrations.skyrl import PoolInferenceEngine
-from enginepool.protocol.messages import Sampling
+from enginepool.protocol.messages import Cancel, ErrorReply, FromClient, Generate, GroupStatus, Sampling
 from enginepool.workers.sim.tokens import expected_output
 from tests.process.daemons import PATIENCE_S
 from tests.process.processes import Processes
@@ -215,6 +215,25 @@ def test_calls_at_once_open_one_connection_and_the_next_call_opens_it_after_a_fa
                     await pool.status()
 
         run(scene)
+
+
+def test_a_prompt_that_is_refused_ends_the_requests_of_the_others(tmp_path: Path) -> None:
+    def refuse_the_last(link: bytes, message: FromClient, frames: list[bytes]) -> None:
+        if isinstance(message, Generate) and np.frombuffer(frames[0], np.int32).tolist() == [9]:
+            coordinator.write(link, ErrorReply("bad_request", "items[0]: refused", message.id, field="items[0]"))
+
+    with GeneratingCoordinator(f"ipc://{tmp_path}/c.sock") as coordinator:
+        coordinator.others, coordinator.groups = refuse_the_last, [GroupStatus("g")]
+        client = engine(coordinator.address)
+
+        async def scene() -> None:
+            with pytest.raises(errors.BadRequest):
+                await client.generate({"prompt_token_ids": [[1], [2], [9]]})
+            await client.get_world_size()  # what was sent before was heard
+            await client.teardown()
+
+        run(scene)
+        assert sum(isinstance(message, Cancel) for message in list(coordinator.heard.queue)) == 2
 
 
 def test_chats_go_to_the_api_of_openai_and_to_the_tokenizer(processes: Processes, tmp_path: Path) -> None:
