@@ -13,6 +13,7 @@ import time
 from enginepool.config import PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.coordinator.shell.log import log
+from enginepool.host import os_error
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.restart_policy import (
     BAD_CONFIG,
@@ -32,6 +33,7 @@ _CANNOT_START = (1, BAD_CONFIG, CANNOT_WRITE)
 
 def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int:
     """Run the coordinator until it has drained, or has failed too often; returns the exit code for this process.
+    Raises OSError: the first one could not be started, or a later one too often.
 
     The signals that stop it stay blocked: one that arrives while this process ends must not replace its exit code.
     """
@@ -41,9 +43,18 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
         stops.remove(signal.SIGHUP)
     # Signals are blocked and waited for one by one, so none arrives between two steps.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
-    first = True
+    first, child, status = True, None, 0
     while True:
-        child = _start(config)
+        try:
+            child = _start(config)
+        except OSError as error:
+            wait_s = policy.after_failed_start(error, time.monotonic())
+            if child is None or wait_s is None:
+                raise
+            log(f"the coordinator could not be started again: {os_error(error)}; the next try is after {wait_s:g} s")
+            if _told_to_end(stops, wait_s, config):
+                return status
+            continue
         stopping, code = _wait(child, stops)
         status = code if code >= 0 else 128 - code
         if code == 0 or stopping or (first and code in _CANNOT_START):
@@ -60,9 +71,16 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
             log(f"the coordinator cannot start on this host now: it is tried again every {wait_s:g} s; the reason is above")
         else:
             log(f"the coordinator ended with {exit_text(code)}: it is started again after {wait_s:g} s, and adopts its workers")
-        if signal.sigtimedwait(stops, wait_s) is not None:
-            log(f"asked to end without a coordinator: its workers end within {config.timing.orphan_s:g} s")
+        if _told_to_end(stops, wait_s, config):
             return status
+
+
+def _told_to_end(stops: set[signal.Signals], wait_s: float, config: PoolConfig) -> bool:
+    """Wait until the next start, while there is no coordinator; True: a signal came."""
+    told = signal.sigtimedwait(stops, wait_s) is not None
+    if told:
+        log(f"asked to end without a coordinator: its workers end within {config.timing.orphan_s:g} s")
+    return told
 
 
 def _start(config: PoolConfig) -> ChildProcess:

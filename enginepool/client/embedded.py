@@ -8,7 +8,6 @@ client's session sends again what was not answered. A coordinator that SIGTERM e
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -31,7 +30,7 @@ from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import PrivateFolder, snapshot_folders
-from enginepool.host.restart_policy import BAD_CONFIG, CANNOT_WRITE, HOST_FAULT, HOST_FAULT_S, STOPPED, RestartPolicy, exit_text
+from enginepool.host.restart_policy import BAD_CONFIG, CANNOT_WRITE, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 from enginepool.protocol.messages import ErrorReply
 
 log = logging.getLogger("enginepool")
@@ -41,8 +40,6 @@ COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.
 _END_S = 5.0
-#: Errors of a start that say nothing of the next one: descriptors, memory, processes or room on a disk ran out.
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
 _GROUP = "default"
 #: A directory whose path has more bytes is no place for the folder with all sockets: mkdtemp adds 8 to its prefix, and the
 #: longest name in it is that of the last stager.
@@ -187,7 +184,7 @@ class EmbeddedCoordinator:
                 self._process = ChildProcess.start(COMMAND, environment, log=output, lifeline=self._lifeline)
         except OSError as error:
             text = f"the coordinator could not be started: {os_error(error)}"
-            wait = HOST_FAULT_S if error.errno in _PASSING else self._policy.after_death(self._loop.time())
+            wait = self._policy.after_failed_start(error, self._loop.time())
             if not self._settled or wait is None:
                 self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
                 return

@@ -1,5 +1,6 @@
 """When a coordinator that ended is started again, for everything that starts one: `Pool.start` and `enginepool serve`."""
 
+import errno
 import signal
 from collections import deque
 
@@ -16,8 +17,10 @@ BAD_CONFIG = 2
 CANNOT_WRITE = 73
 #: exit code of a coordinator that cannot start because a disk is full or read-only, perhaps for a while (sysexits: EX_IOERR)
 HOST_FAULT = 74
-#: seconds after which a coordinator is started again that ended with CANNOT_WRITE or HOST_FAULT
+#: seconds after which a coordinator is started again that ended with CANNOT_WRITE or HOST_FAULT, or failed with `_PASSING`
 HOST_FAULT_S = 5.0
+#: Errors of a start that say nothing of the next one: descriptors, memory, processes or room on a disk ran out.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
 
 
 class RestartPolicy:
@@ -33,6 +36,10 @@ class RestartPolicy:
         if code == RESTART:
             return 0.0
         return HOST_FAULT_S if code in (CANNOT_WRITE, HOST_FAULT) else self.after_death(now)
+
+    def after_failed_start(self, error: OSError, now: float) -> float | None:
+        """Seconds to wait before the next start, where there is no process; None: no more."""
+        return HOST_FAULT_S if error.errno in _PASSING else self.after_death(now)
 
     def after_death(self, now: float) -> float | None:
         """Seconds to wait before the next start; None: no more."""

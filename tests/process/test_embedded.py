@@ -23,6 +23,7 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.host import restart_policy
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import snapshot_folders
 from enginepool.host.restart_policy import CANNOT_WRITE, HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
@@ -286,7 +287,7 @@ def test_a_coordinator_that_cannot_be_started_is_an_error(monkeypatch: pytest.Mo
 def test_a_coordinator_that_cannot_be_started_again_for_a_while_is_tried_until_it_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(embedded, "HOST_FAULT_S", 0.02)
+    monkeypatch.setattr(restart_policy, "HOST_FAULT_S", 0.02)
 
     def start(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -463,6 +464,8 @@ def test_faults_of_the_host_do_not_count_as_deaths_of_the_coordinator():
     policy = RestartPolicy(most=1, window_s=1000.0)
     assert [policy.after_end(HOST_FAULT, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
     assert [policy.after_end(CANNOT_WRITE, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
+    full = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    assert [policy.after_failed_start(full, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
     assert [policy.after_end(code, 100.0) for code in (RESTART, -9, RESTART, 2)] == [0.0, 0.0, 0.0, None]
 
 

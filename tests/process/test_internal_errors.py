@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -202,3 +203,55 @@ def test_a_signal_that_comes_again_until_serve_has_ended_does_not_replace_its_ex
         served.process.send_signal(number)
         time.sleep(0.005)
     assert served.process.poll() in codes, served.log.read_text()
+
+
+#: A `serve` of which starts fail, as the case says. Its first coordinator is killed; one that is started later has drained.
+FAILING = """
+import errno, os, signal, sys
+from enginepool.cli import coordinator_process
+from enginepool.config import PoolConfig
+from enginepool.host import restart_policy
+from enginepool.host.child_process import ChildProcess
+
+start, starts, case = ChildProcess.start, 0, sys.argv[1]
+
+def failing(command, *arguments, **options):
+    global starts
+    starts += 1
+    if case == "first" and starts == 1 or case == "full" and starts in (2, 3):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if case == "told" and starts == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    if case == "gone" and starts > 1:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "python")
+    end = "os.kill(os.getpid(), 9)" if starts == 1 else "0"
+    return start((sys.executable, "-c", f"import os; {end}"), *arguments, **options)
+
+ChildProcess.start = failing
+restart_policy.HOST_FAULT_S = 60.0 if case == "told" else 0.01
+policy = restart_policy.RestartPolicy(most=2)
+try:
+    code = coordinator_process.keep_running(PoolConfig(groups={}), policy)
+except OSError as error:
+    code = os.strerror(error.errno)
+print(starts, code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "ends", "said"),
+    [
+        ("full", "4 0", "could not be started again: Resource temporarily unavailable; the next try is after 0.01 s"),
+        ("told", "2 137", "asked to end without a coordinator"),
+        ("gone", "3 No such file or directory", "could not be started again: python: No such file or directory; the next try"),
+        ("first", "1 Resource temporarily unavailable", ""),
+    ],
+)
+def test_serve_tries_again_when_a_later_coordinator_cannot_be_started(
+    processes: Processes, case: str, ends: str, said: str
+) -> None:
+    command = [sys.executable, "-c", FAILING, case]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    told, log = processes.keep(ForkedProcess(command, **pipes)).communicate(timeout=PATIENCE_S)
+    assert told == f"{ends}\n" and said in log
