@@ -29,6 +29,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _STATE, _CREATED = 0, 19
 
 
+def signal_name(number: int) -> str:
+    """Such as SIGKILL. Real-time signals have no names of their own in Python, but for two: SIGRTMIN+1."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A process as written to disk. `host` and `created` tell it from another process with the same pid."""
 

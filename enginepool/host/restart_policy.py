@@ -1,8 +1,9 @@
 """When a coordinator that ended is started again, for everything that starts one: `Pool.start` and `enginepool serve`."""
 
 import errno
-import signal
 from collections import deque
+
+from enginepool.host.child_process import signal_name
 
 #: exit code of a coordinator that was told to end
 STOPPED = 0
@@ -59,4 +60,4 @@ class RestartPolicy:
 
 def exit_text(code: int) -> str:
     """An exit code, or the signal that a negative one stands for."""
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"

@@ -79,6 +79,7 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
         (0, "", "exit code 0"),
         (70, "no such model", "exit code 70: no such model"),
         (-9, "no such model", "ended by SIGKILL: no such model"),
+        (-(signal.SIGRTMIN + 1), "", "ended by SIGRTMIN+1"),
     ],
 )
 def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: str, line: str) -> None:

@@ -6,6 +6,8 @@ import signal
 import tempfile
 from pathlib import Path
 
+from enginepool.host.child_process import signal_name
+
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
 PERMANENT = 78
 #: exit code of a worker whose engine ran out of memory in a batch (sysexits: EX_OSERR)
@@ -34,7 +36,7 @@ def how_it_ended(code: int | None, why: str) -> str:
     elif code >= 0:
         how = f"exit code {code}"
     else:
-        how = f"ended by {signal.Signals(-code).name}"
+        how = f"ended by {signal_name(-code)}"
     return f"{how}: {why}" if why else how
 
 

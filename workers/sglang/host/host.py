@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from enginepool.host import LONGEST_PATH
+from enginepool.host.child_process import signal_name
 from enginepool.host.folders import PrivateFolder
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE
 
@@ -115,7 +116,7 @@ class EngineHost:
             return failed  # a scheduler that fails tells its parent so
         if code is None or code >= 0:
             return f"the engine's {role} " + (f"failed: {error}" if error else f"(pid {child.pid}) ended with exit code {code}")
-        how = f"was killed by {signal.Signals(-code).name}"
+        how = f"was killed by {signal_name(-code)}"
         if code == -signal.SIGKILL:
             how += " (out of memory, or by another process)"
         return f"the engine's {role} (pid {child.pid}) {how}" + (f"; its last error: {error}" if error else "")
