@@ -376,6 +376,46 @@ def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
     assert [child.poll() for child in children] == [-signal.SIGKILL] * len(children)
 
 
+@pytest.mark.usefixtures("full")
+def test_a_stager_that_cannot_be_started_is_tried_again_once_however_often_its_worker_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.AGAIN_S", (0.05, 0.05))
+    (tmp_path / "logs").mkdir()
+
+    async def story() -> None:
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
+        for _ in range(10):
+            stagers.ensure("g.0", {}, device="cpu", gpus=1)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(children) < 11:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # others that are due happen
+        assert len(children) == 11
+        stagers.end()
+
+    asyncio.run(story())
+
+
+def test_all_stagers_are_ended_also_where_their_records_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    async def story() -> list[int]:
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
+        sleepers = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2)]
+        for number, sleeper in enumerate(sleepers):
+            records.ProcessRecord.of(sleeper.pid).write(tmp_path / "stagers" / f"g.{number}.json")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", read_only)
+            stagers.end()
+        return [sleeper.wait(PATIENCE_S) for sleeper in sleepers]
+
+    assert asyncio.run(story()) == [-signal.SIGKILL] * 2
+
+
 def ends(scene: Scene, monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerExited:
     """How the launcher says that a worker which runs this code has ended."""
     monkeypatch.setattr("enginepool.coordinator.launchers.local.COMMAND", (sys.executable, "-c", code))

@@ -41,6 +41,8 @@ class _Stager:
         self.process: ChildProcess | None = None
         self.connection: socket.socket | None = None
         self.again_s = AGAIN_S[0]
+        #: the next start, if one is due
+        self.again: TimerHandle | None = None
         #: why it could not be started, which is logged once
         self.unstarted = ""
 
@@ -110,7 +112,8 @@ class Stagers:
             record = read_record(path, ProcessRecord)
             if record is not None and record.lives:
                 ChildProcess(record.pid).send(signal.SIGKILL)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a read-only disk: the others are ended as well
+                path.unlink(missing_ok=True)
 
     def finish(self, finished: Callable[[], None]) -> None:
         """Ask all of them to end, which they do when they have written the snapshots that they owe."""
@@ -135,6 +138,8 @@ class Stagers:
         stager = self._stagers[slot]
         if self._ended or stager.process is not None:
             return
+        if stager.again is not None:
+            stager.again.cancel()  # one that failed is due once, however often its worker asks
         process: ChildProcess | None = None
         try:
             for folder in (self._directory, self._logs):
@@ -177,7 +182,7 @@ class Stagers:
 
     def _later(self, slot: str) -> None:
         stager = self._stagers[slot]
-        get_running_loop().call_later(stager.again_s, self._start, slot)
+        stager.again = get_running_loop().call_later(stager.again_s, self._start, slot)
         stager.again_s = min(2 * stager.again_s, AGAIN_S[1])
 
     def _connect(self, slot: str) -> None:
