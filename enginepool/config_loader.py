@@ -232,9 +232,9 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         "at least limits.max_message_bytes and at most half of limits.buffer_bytes",
     )
     need(config.limits.queue_items > 1, "limits.queue_items", config.limits.queue_items, "2 or more: a client has half of them")
-    need(
-        config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
-    )
+    timing = config.timing
+    for other in ("silence_s", "client_silence_s"):
+        need(timing.ping_s * 2 <= getattr(timing, other), "timing.ping_s", timing.ping_s, f"at most half of {other}")
     need(bool(config.state_dir), "state_dir", config.state_dir, "must name a directory")
     apart = config.listen_workers != config.listen or config.listen.endswith((":*", ":0")) or not config.listen
     need(apart, "listen_workers", config.listen_workers, "workers have an address of their own")

@@ -28,7 +28,7 @@ def keep_alive(socket: "zmq.Socket[Any]", unread_s: float = UNREAD_S) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
-    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * unread_s))
+    socket.setsockopt(zmq.TCP_MAXRT, min(max(int(1000 * unread_s), 1), 2**31 - 1))
 
 
 def connect(socket: "zmq.Socket[Any]", address: str, key: Key | None, *, again_ms: int) -> None:

@@ -80,6 +80,7 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ),
         (GOOD + "[timing]\nsilence_s = 0", "timing.silence_s = 0.0: more than 0"),
         (GOOD + "[timing]\nping_s = 9.0", "timing.ping_s = 9.0: at most half of silence_s"),
+        (GOOD + "[timing]\nping_s = 60\nsilence_s = 150", "timing.ping_s = 60.0: at most half of client_silence_s"),
         ('listen = "127.0.0.1:5755"\n' + GOOD, "listen = '127.0.0.1:5755': write tcp://HOST:PORT or ipc://PATH"),
         ('listen_workers = "h:1"\n' + GOOD, "listen_workers = 'h:1': write tcp://HOST:PORT or ipc://PATH"),
         ('listen = "tcp://h:abc"\n' + GOOD, "PATH; a port is 1 to 65535, or * for a free one"),

@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from enginepool.coordinator.core.events import DrainAsked, WorkerExited
 from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeights
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext
 from enginepool.coordinator.shell.daemon import Daemon
+from enginepool.coordinator.shell.router import Router
 from tests.process.daemons import PATIENCE_S, sim_pool
 
 
@@ -104,6 +106,25 @@ def test_workers_are_started_started_again_and_stopped_through_the_launcher(tmp_
             daemon.close()
 
     asyncio.run(story())
+
+
+def test_a_worker_may_read_nothing_for_as_long_as_it_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silences: list[float] = []
+
+    class Noted(Router):
+        def __init__(self, most: int, proof: int, unread: int, silence: float, *others: Any) -> None:
+            silences.append(silence)
+            super().__init__(most, proof, unread, silence, *others)
+
+    async def story() -> None:
+        Daemon(config, asyncio.get_running_loop(), None, FakeLauncher).close()
+
+    monkeypatch.setattr("enginepool.coordinator.shell.daemon.Router", Noted)
+    config = sim_pool(tmp_path, workers=0, silence_s=120.0, client_silence_s=30.0)
+    asyncio.run(story())
+    config = sim_pool(tmp_path, workers=0, silence_s=10.0, client_silence_s=30.0)
+    asyncio.run(story())
+    assert silences == [30.0, 120.0, 30.0, 30.0]
 
 
 def test_a_worker_that_the_launcher_adopts_is_not_started_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.shell.daemon import Daemon
 from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, Router
 from enginepool.coordinator.shell.sockets import ROUNDS, Sockets
+from enginepool.net.dealer import keep_alive
 
 PATIENCE_S = 60.0
 #: bytes that a peer may leave unread
@@ -365,3 +366,10 @@ def test_a_coordinator_whose_clients_have_read_everything_ends_at_once(loop: asy
     bench.sockets.when_read(lambda: over.append(True))
     assert over
     bench.close()
+
+
+@pytest.mark.parametrize(("seconds", "ms"), [(1e-9, 1), (2.5, 2500), (1e14, 2**31 - 1)])
+def test_the_kernel_is_told_the_nearest_time_that_it_can_keep(seconds: float, ms: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        keep_alive(socket, seconds)
+        assert socket.getsockopt(zmq.TCP_MAXRT) == ms

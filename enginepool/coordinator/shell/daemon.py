@@ -91,6 +91,8 @@ class Daemon:
             silence = timing.client_silence_s
             clients = Router(most, CLIENT_PROOF, window, silence, self._client_cut, connections.clients)
             stack.callback(clients.close)
+            # A worker that may be silent for longer may also read nothing for as long.
+            silence = max(silence, timing.silence_s)
             workers = Router(most, WORKER_PROOF, limits.buffer_bytes, silence, self._worker_cut, connections.workers)
             stack.callback(workers.close)
             self._gate = Authenticator(folder, context()) if (folder := keys_folder(config)) else None
