@@ -85,6 +85,20 @@ def test_labels_that_a_group_knows_are_not_asked_for_again() -> None:
     ]
 
 
+def test_labels_are_asked_for_again_where_another_model_may_have_come() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a", can=msgspec.structs.replace(CAN, text=True))
+    pool.submit(client, 1, ids_with([" yes"]))
+    [asked] = tokenize(pool)
+    answer(pool, asked, [42])
+    pool.finish_all()
+    pool.do(ev.WorkerBroken(0, b"a", "stopped"))
+    pool.worker("b", can=msgspec.structs.replace(CAN, text=True, vocab=500))
+    pool.submit(client, 2, ids_with([" yes"]))
+    assert len(tokenize(pool)) == 2
+
+
 def test_a_group_keeps_a_bounded_number_of_labels() -> None:
     known: dict[str, int] = {}
     for start in range(0, 3 * MAX_LABELS, 1000):

@@ -7,6 +7,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import Idle, Ready
+from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import Prepare, Restore, WeightsNeeded
 from tests.core.machines import CAN, EPOCH, codes, failures, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
@@ -89,6 +90,15 @@ def test_an_update_of_older_weights_ends_when_a_worker_knows_a_later_commit() ->
     sent = pool.tell(b"old", Ready(CAN, 11, DIGEST, (0, 11)))
     assert "the journal is behind" in refusal(sent, 1).message
     assert not pool.killed
+
+
+def test_the_version_after_the_one_that_is_said_to_be_committed_is_taken() -> None:
+    """So does `publish` without a version."""
+    pool, trainer, _ = lost_journal()
+    [said] = of_type(pool.do(ev.WeightsAsked(0, trainer.link, InspectWeights(60, "g"))), WeightsReport)
+    assert (said.version, said.digest) == (11, "")
+    assert [group.version for group in report(pool.machine.core, ev.StatusAsked(0, b"x", 1)).groups] == [11]
+    assert of_type(trainer.publish(said.version + 1), Prepare)
 
 
 def test_weights_that_were_loaded_and_never_committed_are_still_replaced() -> None:

@@ -125,6 +125,11 @@ class Group:
         return self.queue, self.suspects, self.texts, self.long_texts
 
     @property
+    def committed_version(self) -> int:
+        """The latest that is known to be committed: workers may know of a later one than a journal that was lost."""
+        return self.heard_committed[1] if self.journal_behind else self.version
+
+    @property
     def journal_behind(self) -> bool:
         """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
         return self.heard_committed > (self.weights.run, self.weights.version)

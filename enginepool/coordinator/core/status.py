@@ -84,7 +84,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         running=group.running,
         queued_tokens=group.tokens - group.running_tokens,
         oldest_s=round(core.now - min(core.now, _oldest(group)), 3),
-        version=group.version,
+        version=group.committed_version,
         answered=group.counts.answered,
         failed=group.counts.failed,
         batches=group.counts.batches,

@@ -84,6 +84,7 @@ class WorkerReports:
         known = group.capabilities
         if first:
             group.capabilities = can
+            group.label_ids.clear()  # of another model, perhaps
         if worker.slot is not None:
             worker.slot.previous_end = ""
             worker.slot.was_ready, worker.slot.same_failures = True, 0

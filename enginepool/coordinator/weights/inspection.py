@@ -90,9 +90,10 @@ class Inspection:
 def report_of(group: Group, id: int) -> WeightsReport:
     """What the coordinator knows by itself."""
     weights = group.weights
-    return WeightsReport(
-        id, group.name, group.version, weights.digest, history=list(group.history), publisher=weights.publisher
-    )
+    report = WeightsReport(id, group.name, group.committed_version, history=list(group.history))
+    if not group.journal_behind:
+        report.digest, report.publisher = weights.digest, weights.publisher
+    return report
 
 
 def _of(worker: Worker) -> WorkerWeights:

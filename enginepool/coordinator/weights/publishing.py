@@ -44,7 +44,7 @@ class Publishers:
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
             return
         # Lost weights may be published again under the committed version. An update over present weights needs a later one.
-        present = group.heard_committed[1] if group.journal_behind else group.version
+        present = group.committed_version
         again = group.journal_behind or (group.weights_lost and not _over(offer))
         least = present if again else present + 1
         if offer.version < least and not offer.new_run:
