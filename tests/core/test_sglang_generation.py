@@ -335,7 +335,7 @@ def test_what_the_engine_has_not_is_refused() -> None:
 
 
 def test_sglang_gets_what_was_asked_for_by_its_own_names() -> None:
-    assert sampling_kwargs(task(), 512, 0) == {"max_new_tokens": 10}
+    assert sampling_kwargs(task(), 512, 0, False) == {"max_new_tokens": 10}
     asked: dict[str, Any] = {
         "temperature": 0.5,
         "stop": ["x"],
@@ -343,23 +343,29 @@ def test_sglang_gets_what_was_asked_for_by_its_own_names() -> None:
         "stop_token_ids": [7],
         "json_schema": "{}",
     }
-    assert sampling_kwargs(task(**asked), 512, 0) == {"max_new_tokens": 10, **asked}
-    assert sampling_kwargs(task(top_k=1 << 40), 512, 0)["top_k"] == -1
-    assert sampling_kwargs(task(regex="a", require_reasoning=True), 512, 0) == {"max_new_tokens": 10, "regex": "a"}
+    assert sampling_kwargs(task(**asked), 512, 0, False) == {"max_new_tokens": 10, **asked}
+    assert sampling_kwargs(task(top_k=1 << 40), 512, 0, False)["top_k"] == -1
+    assert sampling_kwargs(task(regex="a", require_reasoning=True), 512, 0, False) == {"max_new_tokens": 10, "regex": "a"}
 
 
 def test_sglang_gets_a_mask_and_a_schedule_as_parameters_of_our_logit_processor() -> None:
-    masked = sampling_kwargs(task(allowed_token_ids=[9, 3, 9]), 512, 0)
+    masked = sampling_kwargs(task(allowed_token_ids=[9, 3, 9]), 512, 0, False)
     assert masked == {"max_new_tokens": 10, "custom_params": {"allowed": [3, 9]}}
     schedule = TemperatureSchedule(1.0, 0.5, 8)
     asked = replace(task(disallowed_token_ids=[4], temperature_schedule=schedule), at=6)
-    assert sampling_kwargs(asked, 512, 0)["custom_params"] == {"disallowed": [4], "schedule": [1.0, 0.5, 8], "at": 6}
+    assert sampling_kwargs(asked, 512, 0, False)["custom_params"] == {"disallowed": [4], "schedule": [1.0, 0.5, 8], "at": 6}
     assert [schedule.at(position) for position in (0, 2, 8, 100)] == [1.0, 0.875, 0.5, 0.5]
 
 
 def test_the_sequences_of_a_task_have_seeds_of_their_own() -> None:
-    seeds = [sampling_kwargs(task(n=3, sampling_seed=(1 << 63) - 2), 512, i)["sampling_seed"] for i in range(3)]
+    seeds = [sampling_kwargs(task(n=3, sampling_seed=(1 << 63) - 2), 512, i, False)["sampling_seed"] for i in range(3)]
     assert seeds == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
+
+
+def test_without_a_seed_each_sequence_of_a_deterministic_engine_draws_by_one_of_its_own() -> None:
+    seeds = [sampling_kwargs(task(n=16), 512, i, True)["sampling_seed"] for i in range(16)]
+    assert len(set(seeds)) == 16 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert sampling_kwargs(task(sampling_seed=7), 512, 2, True)["sampling_seed"] == 9
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ the sequences of all other callers.
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,9 +113,10 @@ def _refuse_unsupported(s: Sampling, can: Capabilities) -> None:
         raise EngineError(f"{processed}: given with {grammar}; no token may be left that both allow")
 
 
-def sampling_kwargs(task: GenerationTask, vocab: int, sequence: int) -> dict[str, Any]:
+def sampling_kwargs(task: GenerationTask, vocab: int, sequence: int, deterministic: bool) -> dict[str, Any]:
     """SGLang's sampling parameters for a sequence of a task. With one seed all sequences would be the same: each has its own,
-    one more than the sequence before."""
+    one more than the sequence before. Where SGLang draws by seeds (`deterministic`), it gives all requests without one the same
+    seed: each sequence gets a random one here."""
     s = task.sampling
     given: Mapping[str, Any] = {name: value for name, value in msgspec.to_builtins(s).items() if name not in _APART}
     changed: dict[str, Any] = {"max_new_tokens": s.max_new_tokens}
@@ -122,6 +124,8 @@ def sampling_kwargs(task: GenerationTask, vocab: int, sequence: int) -> dict[str
         changed["top_k"] = -1  # SGLang keeps it in 32 bits
     if s.sampling_seed is not None:
         changed["sampling_seed"] = (s.sampling_seed + sequence + _SEEDS) % (2 * _SEEDS) - _SEEDS
+    elif deterministic:
+        changed["sampling_seed"] = secrets.randbelow(_SEEDS)
     if params := processor_params(task):
         changed["custom_params"] = params
     return {**given, **changed}

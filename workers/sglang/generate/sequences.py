@@ -118,7 +118,7 @@ class EngineGeneration:
 
     def ask(self, task: GenerationTask, prompt: list[int], given: Sequence[TaskMedium], sequence: int, rid: str) -> Any:
         """SGLang's stream of answers for one sequence of a task. `given`: its media, as SGLang takes them."""
-        params = sampling_kwargs(task, self.capabilities.vocab, sequence)
+        params = sampling_kwargs(task, self.capabilities.vocab, sequence, self._deterministic)
         media = {kind: [one.data for one in given if one.kind == kind] or None for kind in ("image", "video", "audio")}
         request = self._requests.GenerateReqInput(
             input_ids=prompt,
