@@ -126,7 +126,8 @@ class CommandRunner:
             if self._generations.defers:
                 await self._pauses.retract(PAUSED_BY)
                 self._generations.cancel_deferred()
-                await self._generations.cancelled_left()
+        # Not in turn: one that leaves only when the engine goes on would hold back the `resume`.
+        await self._generations.cancelled_left()
 
     async def _go_on(self) -> None:
         self._generations.cancel_deferred()

@@ -13,6 +13,7 @@ from enginepool.protocol.messages.control import Command, Commanded, Control, Co
 from enginepool.protocol.messages.weights import LoadWeights, Prepare, Prepared, RunningGenerations
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.commands import CommandRunner
+from enginepool.workers.engine import Emit, GenerationTask
 from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
@@ -321,6 +322,40 @@ def test_what_was_cancelled_leaves_a_paused_engine_when_that_is_wanted_and_the_r
         assert await runner.stands_still() and runner.left == [(EPOCH, 1)]
         await runner.do("resume")
         await runner.more()
+
+    play(scene)
+
+
+def test_a_resume_is_answered_while_what_was_cancelled_waits_for_it() -> None:
+    async def scene(runner: Runner) -> None:
+        goes_on = asyncio.Event()
+        generate, resume = runner.engine.generate, runner.engine.resume
+
+        async def leave_late(task: GenerationTask, emit: Emit) -> None:
+            try:
+                await generate(task, emit)
+            finally:
+                await goes_on.wait()
+
+        async def go_on() -> None:
+            await resume()
+            goes_on.set()
+
+        runner.engine.generate, runner.engine.resume = leave_late, go_on
+        for counter in (1, 2):
+            runner.generate(counter)
+        await runner.more()
+        assert await runner.do("pause", "in_place") == ""
+        runner.generations.cancel([(EPOCH, 1)])
+        freed = asyncio.ensure_future(runner.runner.free_stopped())
+        assert await runner.stands_still() and not freed.done()
+        try:
+            async with asyncio.timeout(5):
+                assert await runner.do("resume") == ""
+        finally:
+            goes_on.set()
+        await freed
+        assert runner.left == [(EPOCH, 1)]
 
     play(scene)
 

@@ -367,6 +367,42 @@ class _Host:
             one.result()
         return left, emitted
 
+    async def cancel_prepared(self, running: GenerationTask, prepared: GenerationTask, mode: PauseMode) -> list[NewTokens]:
+        """What `running` emits. The engine is paused while the grammar of `prepared` is compiled. That is cancelled, and leaves
+        before the engine goes on."""
+        engine: Any = self._engine
+        emitted: list[NewTokens] = []
+        begun = asyncio.Event()
+
+        def emit(new: NewTokens) -> None:
+            emitted.append(new)
+            begun.set()
+
+        work = asyncio.create_task(self._engine.generate(running, emit))
+        await _wait_for(begun, [work])
+        # It finds both, the sequence and the pause, when it looks.
+        scheduler = _scheduler()
+        scheduler.suspend()
+        try:
+            dropped = asyncio.create_task(self._engine.generate(prepared, emit))
+            while sum(state.dispatched for state in engine._tm.rid_to_state.values()) < 2:
+                check_running([work, dropped])
+                await asyncio.sleep(0.001)
+            paused = asyncio.create_task(self._engine.pause(mode))
+            while not engine._tm.is_pause:
+                await asyncio.sleep(0.001)
+        finally:
+            scheduler.resume()
+        await paused
+        dropped.cancel()
+        try:
+            done, _ = await asyncio.wait({dropped}, timeout=30)
+        finally:
+            await self._engine.resume()
+        assert done, "it waits for the end of the pause"
+        await work
+        return emitted
+
     async def drop_after_load(self, task: GenerationTask, load: tuple[Any, ...]) -> None:
         """A task runs, new weights are loaded, and before they are committed it is cancelled. The engine has gone on then."""
         emitted: list[NewTokens] = []

@@ -460,6 +460,18 @@ def test_what_is_cancelled_in_a_pause_leaves_where_it_waits_and_else_with_the_ne
         assert_greedy(reference, prompt, found)
 
 
+@pytest.mark.skipif(OLDEST, reason="needs a CUDA GPU: SGLang 0.5.17 has no grammars on a CPU")
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_what_is_cancelled_in_a_pause_while_its_grammar_is_compiled_leaves_at_once(
+    generating: HostedEngine, reference: Reference, mode: str
+) -> None:
+    running = task(PROMPTS[0], logprobs=True, ignore_eos=True, max_new_tokens=200)
+    words = "|".join(str(number * number) for number in range(1000, 2000))  # so many that it takes a while
+    found = Continued(generating.call("cancel_prepared", running, task(PROMPTS[1], regex=f"({words})+{mode}"), mode))
+    assert len(found.tokens) == 200
+    assert_greedy(reference, PROMPTS[0], found)
+
+
 @pytest.mark.every_version
 def test_parts_of_the_memory_are_released_and_taken_back_in_any_order_and_weights_arrive_in_between(
     generating: HostedEngine, reference: Reference, models: Models, tmp_path: Path
@@ -593,6 +605,8 @@ def test_all_of_that_holds_where_forwards_overlap(models: Models, reference: Ref
         test_a_paused_engine_emits_nothing_and_goes_on_as_if_it_had_not_stopped(engine, reference, "retract")
         for mode in ("in_place", "retract"):
             test_what_is_cancelled_in_a_pause_leaves_where_it_waits_and_else_with_the_next_step(engine, reference, mode)
+            if not OLDEST:
+                test_what_is_cancelled_in_a_pause_while_its_grammar_is_compiled_leaves_at_once(engine, reference, mode)
         test_sequences_go_on_under_new_weights_over_keys_and_values_of_the_old_ones(engine, reference, models, tmp_path)
         test_retracted_sequences_go_on_as_if_the_new_weights_had_computed_all_before(engine, reference, models, tmp_path)
         engine.end()

@@ -31,7 +31,11 @@ from enginepool.workers.sglang.patches.packed_forwards import (
     keep_kinds_apart,
     run_packed_as_graphs,
 )
-from enginepool.workers.sglang.patches.pausing import answer_in_order, finish_the_step_before_a_pause
+from enginepool.workers.sglang.patches.pausing import (
+    answer_in_order,
+    drop_what_is_prepared_in_a_pause,
+    finish_the_step_before_a_pause,
+)
 from enginepool.workers.sglang.patches.profiles import end_no_engine_for_a_trace
 from enginepool.workers.sglang.patches.request_limits import end_slow_searches, forget_grammars
 from enginepool.workers.sglang.patches.row_forwards import keep_rows_apart
@@ -232,6 +236,7 @@ def run_scheduler(
     end_no_engine_for_a_trace(profiler, _class(modules.REQUESTS, "ProfileReqOutput"))
     note_scheduler(scheduler)
     finish_the_step_before_a_pause(scheduler)
+    drop_what_is_prepared_in_a_pause(scheduler)
     separate_prefixes(scheduler)
     note_media_cache(_class(modules.MEDIA_CACHE, "MultiModalStaticCache"))
     answer_in_order(_class(modules.CHANNELS, "SchedulerIpcChannels"))

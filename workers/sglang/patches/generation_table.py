@@ -128,7 +128,12 @@ OF_GENERATION: tuple[Private, ...] = (
         ("Scheduler.pause_generation", "replaced", "a pause is between two steps", "self, recv_req"),
         ("Scheduler.process_batch_result", "replaced", "a pause is between two steps", "self, batch, result"),
         ("Scheduler.enable_overlap last_batch result_queue", "read", "the forward that was launched last"),
+        ("Scheduler.abort_request", "replaced", "a cancel in a pause", "self, recv_req"),
+        ("Scheduler._engine_paused grammar_manager waiting_queue", "read", "a cancel in a pause"),
     ),
+    *_private("patches/pausing.py", GRAMMARS, ("GrammarManager.grammar_queue", "replaced", "a cancel in a pause")),
+    *_private("patches/pausing.py", BATCH, ("Req.rid grammar", "read", "a cancel in a pause")),
+    *_private("patches/pausing.py", REQUESTS, ("AbortReq.rid abort_all", "read", "a cancel in a pause")),
     *_private(
         "patches/new_weights.py", SCHEDULER,
         ("Scheduler._add_request_to_queue", "replaced", "prefixes of other weights are not used", "self, req, is_retracted"),

@@ -50,3 +50,26 @@ def finish_the_step_before_a_pause(scheduler: Any) -> None:
 
     scheduler.pause_generation = pause_generation
     scheduler.process_batch_result = process_batch_result
+
+
+def drop_what_is_prepared_in_a_pause(scheduler: Any) -> None:
+    """Have a paused scheduler drop a request at once whose grammar is being compiled. `scheduler` is SGLang's class.
+
+    SGLang only marks it: it leaves with a forward, after the pause. One that waits for its forward leaves at once.
+    """
+    abort = scheduler.abort_request
+
+    def abort_request(self: Any, request: Any) -> Any:
+        if self._engine_paused:
+            grammars, kept = self.grammar_manager, list[Any]()
+            for one in grammars.grammar_queue:
+                if request.abort_all or one.rid.startswith(request.rid):
+                    if one.grammar is not None:  # else SGLang has marked it
+                        one.grammar.cancel()
+                    self.waiting_queue.append(one)
+                else:
+                    kept.append(one)
+            grammars.grammar_queue = kept
+        return abort(self, request)
+
+    scheduler.abort_request = abort_request
