@@ -28,7 +28,7 @@ from enginepool.workers.fork_server import why_it_cannot_fork
 from enginepool.workers.sglang.host import build
 from enginepool.workers.sglang.host.engine import SglangEngine
 from enginepool.workers.sglang.host.host import EngineHost
-from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
+from enginepool.workers.sglang.host.process import NOTES_VARIABLE, LogNotes, keep_notes
 from enginepool.workers.sglang.host.without_cuda import cuda_answered_by_a_child
 from enginepool.workers.sglang.operations.score import head_scores, label_scores
 from enginepool.workers.sglang.patches import modules
@@ -296,6 +296,12 @@ def test_notes_of_a_process_outlive_a_host_that_is_gone(tmp_path: Path, monkeypa
         assert not note.parent.exists()
     finally:
         logger.handlers = before
+
+
+def test_a_note_for_which_the_disk_has_no_room_raises_nothing_in_the_engine() -> None:
+    notes = LogNotes(Path("/dev/full"), "scheduler")
+    for said in ("one line", "half a character: \ud800"):
+        notes.handle(logging.LogRecord("sglang", logging.ERROR, "x.py", 1, said, None, None))
 
 
 # --- the scheduler -----------------------------------------------------------------------------------------------------

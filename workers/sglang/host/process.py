@@ -99,7 +99,7 @@ class LogNotes(logging.Handler):
         super().__init__(logging.ERROR)
         self._path = path
         self._role = role
-        path.write_text(role + "\n", encoding="utf-8")
+        self._write(role)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Of a traceback, the first line behind its frames is the error itself; CUDA's errors have advice in further ones."""
@@ -107,7 +107,12 @@ class LogNotes(logging.Handler):
         if lines and self._path.parent.is_dir():
             frames = [i for i, line in enumerate(lines[:-1]) if line[0].isspace()]
             error = lines[frames[-1] + 1 if frames else 0]
-            self._path.write_text(f"{self._role}\n{error.strip()}\n", encoding="utf-8")
+            self._write(f"{self._role}\n{error.strip()}")
+
+    def _write(self, note: str) -> None:
+        """No error: a disk may be full, and an error that is raised while another is logged would end the engine."""
+        with contextlib.suppress(OSError, ValueError):
+            self._path.write_text(note + "\n", encoding="utf-8")
 
 
 def keep_notes(role: str) -> None:
