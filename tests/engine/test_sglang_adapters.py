@@ -181,6 +181,20 @@ def test_adapters_are_loaded_replaced_and_unloaded_while_the_engine_serves(
     adapting.call("do", "unload_adapter", last)
 
 
+@pytest.mark.every_version
+@pytest.mark.timeout(120)
+def test_an_adapter_is_unloaded_after_sequences_that_were_dropped_before_they_ran(
+    adapting: HostedEngine, models: Models, tmp_path: Path
+) -> None:
+    path = make_adapter(models.causal, tmp_path / "f", seed=25, rank=4, alpha=6.0)
+    adapting.call("do", "load_adapter", "f@25", str(path))
+    assert refusal(adapting, asked("f@25", stop_regex=["("])).startswith("stop_regex[0]: missing )")
+    tasks = tuple(asked(adapter, max_new_tokens=200) for adapter in ("f@25", "one"))
+    assert adapting.call("cancel_in_pause", tasks, "retract")[0], "it waited in the queue"
+    adapting.call("do", "unload_adapter", "f@25")
+    assert len(one(adapting, asked("one")).tokens) == 12
+
+
 def test_an_adapter_whose_tensors_fit_no_layer_reaches_no_engine(
     adapting: HostedEngine, models: Models, tmp_path: Path
 ) -> None:

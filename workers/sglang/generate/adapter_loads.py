@@ -16,6 +16,10 @@ def adapter_features(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return (LOADS_ADAPTERS,) if settings.get("enable_lora") and replicas_of(settings) == 1 else ()
 
 
+#: SGLang releases an adapter right after a sequence that used it has ended
+RELEASE_S = 1.0
+
+
 class AdapterLoads:
     """Has SGLang load and unload. Its calls never return once the engine is gone.
 
@@ -47,9 +51,24 @@ class AdapterLoads:
 
     async def unload(self, name: str) -> None:
         """Raises EngineError: SGLang refused."""
+        await self._release(name)
         answer = await self._tm.unload_lora_adapter(self._requests.UnloadLoRAAdapterReqInput(lora_name=name))
         if not answer.success:
             raise EngineError(f"SGLang did not unload it: {_said(answer)}")
+
+    async def _release(self, name: str) -> None:
+        """Have SGLang forget users that are gone, for whose end it would wait. Older versions, such as 0.5.20, keep counting a
+        request that is dropped from the queue, or refused after its adapter was looked up."""
+        known = self._tm.lora_registry
+        if (adapter := known.get_all_adapters().get(name)) is None:
+            return
+        counter = known._counters[adapter.lora_id]
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await counter.wait_for_zero()
+        except TimeoutError:
+            used = sum(state.obj.lora_path == name for state in self._tm.rid_to_state.values())
+            await counter.decrement(counter.value() - used)
 
 
 def _said(answer: Any) -> str:

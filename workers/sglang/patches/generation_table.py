@@ -41,6 +41,9 @@ OF_GENERATION: tuple[Private, ...] = (
         ("TokenizerManager.load_lora_adapter unload_lora_adapter", "called", "adapters, while it serves", "self, obj, _"),
     ),
     *_private("generate/adapter_loads.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "how many there are", "self")),
+    *_private("generate/adapter_loads.py", ADAPTERS, ("LoRARegistry._counters", "read", "users of an adapter that are gone")),
+    *_private("generate/adapter_loads.py", TOKENIZER, ("ReqState.obj", "read", "users of an adapter that are gone")),
+    *_private("generate/adapter_loads.py", TOKENIZER, ("TokenizerManager.rid_to_state", "read", "users of an adapter")),
     *_private(
         "patches/adapter_layers.py", ADAPTER_MANAGER,
         (
