@@ -50,6 +50,7 @@ class CommandRunner:
         self._turn = asyncio.Lock()
         #: the parts of the engine's memory that are released
         self._asleep: frozenset[MemoryTag] = frozenset()
+        generations.none_wanted = self.cancelled
 
     async def run(self, command: Command) -> None:
         """Run one command; `CommandDone` follows, unless the engine is lost."""
@@ -116,7 +117,7 @@ class CommandRunner:
         await self.cancelled()
 
     async def cancelled(self) -> None:
-        """Generations were cancelled: a paused engine in which none is wanted goes on, and they leave it."""
+        """Generations were cancelled, or have ended: a paused engine in which none is wanted goes on, and they leave it."""
         if not self._generations.wanted:
             await self._go_on()
 

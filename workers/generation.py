@@ -212,6 +212,8 @@ class GenerationRunner:
         self._running: dict[TaskId, RunningGeneration] = {}
         #: the engine hears later that these were cancelled; None: at once
         self._deferred: list[RunningGeneration] | None = None
+        #: runs when one has left, and none is wanted any more
+        self.none_wanted: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     @property
     def wanted(self) -> int:
@@ -293,3 +295,5 @@ class GenerationRunner:
         if not one.stopped:
             one.fail(why, code)
         self._feed(GenerationLeft(time.monotonic(), one.task))
+        if self.none_wanted is not None and all(other.stopped for other in self._running.values()):
+            self._spawn(self.none_wanted())

@@ -13,7 +13,7 @@ from enginepool.protocol.messages.control import Command, Commanded, Control, Co
 from enginepool.protocol.messages.weights import LoadWeights, Prepare, Prepared, RunningGenerations
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.commands import CommandRunner
-from enginepool.workers.engine import Emit, GenerationTask
+from enginepool.workers.engine import Emit, GenerationTask, NewTokens
 from enginepool.workers.engine_pauses import EnginePauses
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
@@ -305,6 +305,31 @@ def test_an_engine_in_which_nothing_is_wanted_goes_on(command: str) -> None:
         assert await runner.do("pause", "in_place") == ""
         runner.generations.cancel([(EPOCH, 1)])
         assert await runner.do(command) == "", "it became empty"
+
+    play(scene)
+
+
+def test_an_engine_whose_last_generation_ended_with_the_step_before_its_pause_goes_on() -> None:
+    async def scene(runner: Runner) -> None:
+        resume, ends, goes_on = runner.engine.resume, asyncio.Event(), asyncio.Event()
+
+        async def go_on() -> None:
+            await resume()
+            goes_on.set()
+
+        async def end(task: GenerationTask, emit: Emit) -> None:
+            await ends.wait()
+            emit(NewTokens(0, [7], reason="stop"))
+
+        runner.engine.generate, runner.engine.resume = end, go_on
+        runner.generate(1)
+        await asyncio.sleep(0)
+        assert await runner.do("pause", "in_place") == ""
+        assert not goes_on.is_set()
+        ends.set()
+        async with asyncio.timeout(5):
+            await goes_on.wait()
+        assert runner.left == [(EPOCH, 1)]
 
     play(scene)
 
