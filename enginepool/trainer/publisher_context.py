@@ -47,6 +47,9 @@ class CurrentUpdate(Protocol):
     def left(self) -> None:
         """The thread has ended."""
 
+    def follower_sent(self) -> None:
+        """On a rank above 0: the source is no longer read."""
+
     def follower_ended(self, end: RoundEnd, own: Exception | None) -> None:
         """On a rank above 0: rank 0 has said how the update ended. `own`: what failed on this rank."""
 

@@ -27,7 +27,7 @@ torch: Any = importlib.import_module("torch")
 
 log = logging.getLogger("enginepool")
 
-_END, _BEGIN = -1, -2
+_END, _BEGIN, _SENT = -1, -2, -3
 _ELSEWHERE = "another trainer rank could not give its part of the weights; its own error says why"
 #: After so many seconds in the caller's source or gather, errors name the tensor that is waited for.
 _LONG_S = 3.0
@@ -121,6 +121,15 @@ class TrainerRanks:
         if others.failures(None):
             raise RankFailed(others.heartbeats.why(broken=False) or _ELSEWHERE)
 
+    def sent(self) -> None:
+        """The source is no longer read, as the other ranks hear now: they may train before this one calls `finish`.
+
+        Raises:
+            RankFailed: a rank is gone.
+        """
+        if self._others is not None:
+            self._others.broadcast([_SENT, 0])
+
     def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
         """How the update ended: the last word, which every update has."""
         others = self._others
@@ -140,7 +149,7 @@ class TrainerRanks:
 
 
 def follow(
-    group: Any, plan: SendPlan | Exception, version: int | None, heartbeats: Heartbeats
+    group: Any, plan: SendPlan | Exception, version: int | None, heartbeats: Heartbeats, sent: Callable[[], None]
 ) -> tuple[RoundEnd, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
@@ -148,6 +157,7 @@ def follow(
         plan: of this rank, or why it has none.
         version: that this rank brings, which is to be rank 0's; None: rank 0 says.
         heartbeats: as of `TrainerRanks`.
+        sent: called when the source is no longer read; not in an update that ends before.
 
     Returns the end, and what is wrong with this rank's own part. Raises RankFailed: rank 0 is gone.
     """
@@ -156,7 +166,7 @@ def follow(
     untold = ""
     try:
         heartbeats.wait_for_all()
-        return _follow(Collectives(group, heartbeats), plan, _NEXT if version is None else version)
+        return _follow(Collectives(group, heartbeats), plan, _NEXT if version is None else version, sent)
     except RankFailed as error:
         untold = str(error)
         raise
@@ -164,13 +174,18 @@ def follow(
         heartbeats.end(untold)
 
 
-def _follow(others: "Collectives", plan: SendPlan | Exception, version: int) -> tuple[RoundEnd, Exception | None]:
+def _follow(
+    others: "Collectives", plan: SendPlan | Exception, version: int, sent: Callable[[], None]
+) -> tuple[RoundEnd, Exception | None]:
     own = plan if isinstance(plan, Exception) else None
     source: Iterator[object] | None = None
     while True:
         count, word = others.broadcast([0, 0])
         if count == _END:
             return _end.decode(bytes(others.broadcast([0] * word))), own
+        if count == _SENT:
+            sent()
+            continue
         if count == _BEGIN:
             # Also without a plan: it is a collective.
             own = others.other_version(version) or own

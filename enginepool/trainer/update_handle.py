@@ -246,6 +246,10 @@ class UpdateHandle:
         if self._context.current is self:
             self._context.current = None
 
+    def follower_sent(self) -> None:
+        """See `CurrentUpdate`."""
+        _resolve(self._sent)
+
     def follower_ended(self, end: RoundEnd, own: Exception | None) -> None:
         """On a rank above 0: rank 0 has said how the update ended. `own`: what failed on this rank."""
         self._cause = self._cause or own

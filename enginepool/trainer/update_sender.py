@@ -156,6 +156,8 @@ class UpdateSender:
             self._ordered(self._transfer)
             sent = (*stream.send(group, self._timeout_s, progress), list[MemoryRegion]())
         self._post(self._update.all_sent, *sent)
+        if not self._end.done():
+            self._ranks.sent()
 
     def _ordered(self, order: "Future[T]") -> T:
         """Wait for an order, and return what it brings. Raises Stopped: the update ended first."""
@@ -182,7 +184,7 @@ def follow_rank0(
     version: int | None,
     heartbeats: Heartbeats | None,
 ) -> None:
-    """The thread of one update on a trainer rank above 0, which calls `follower_ended` of its update."""
+    """The thread of one update on a trainer rank above 0, which calls `follower_sent` and `follower_ended` of its update."""
     assert heartbeats is not None, "rank 0 is another rank"
     try:
         if context.buffers.stream is not None:
@@ -191,7 +193,7 @@ def follow_rank0(
     except BaseException as error:  # as in `UpdateSender`
         made = as_error(error)
     try:
-        end, own = follow(context.trainer_group, made, version, heartbeats)
+        end, own = follow(context.trainer_group, made, version, heartbeats, partial(context.post, update.follower_sent))
     except RankFailed as error:
         # Rank 0, most likely.
         end, own = RoundEnd(ErrorReply("update_aborted", str(error))), error

@@ -38,16 +38,17 @@ class Pair:
 
 
 class Rank1:
-    """The other rank, on a thread; `outcome` is what `follow` returned or raised."""
+    """The other rank, on a thread; `outcome` is what `follow` returned or raised, `sent` is set when `follow` says so."""
 
     def __init__(self, pair: Pair, plan: SendPlan | Exception, version: int = 0) -> None:
         self._outcome: Any = None
+        self.sent = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(pair, plan, version), daemon=True)
         self._thread.start()
 
     def _run(self, pair: Pair, plan: SendPlan | Exception, version: int) -> None:
         try:
-            self._outcome = follow(pair.groups[1], plan, version, pair.heartbeats(1, version))
+            self._outcome = follow(pair.groups[1], plan, version, pair.heartbeats(1, version), self.sent.set)
         except RankFailed as error:
             self._outcome = error
 
@@ -137,6 +138,18 @@ def test_ranks_need_not_be_alike_where_the_gather_is_the_callers_own_or_a_manife
     ranks = pair.rank0()
     ranks.begin(plan_of("a"))
     ranks.begin(make_plan(iter(tensors.items()), manifest=[("z", "float32", (1,))]))
+    ranks.end(GIVEN_UP)
+    assert other.outcome == (RoundEnd(GIVEN_UP), None)
+
+
+def test_all_ranks_hear_that_the_source_is_no_longer_read_before_the_update_ends(pair: Pair) -> None:
+    other = Rank1(pair, plan_of("a"))
+    ranks = pair.rank0()
+    ranks.begin(plan_of("a"))
+    ranks.together(2, lambda: None)
+    assert not other.sent.is_set()
+    ranks.sent()
+    assert other.sent.wait(LIMIT_S)
     ranks.end(GIVEN_UP)
     assert other.outcome == (RoundEnd(GIVEN_UP), None)
 

@@ -60,6 +60,11 @@ def test_all_ranks_gather_every_tensor_in_step_and_hear_the_outcome(updates: Fak
     assert sums == {name: float(2 * (2 + i) * 1600) for i, name in enumerate(NAMES)}
 
 
+@pytest.mark.parametrize("way", ["trains", "trains, lent"])
+def test_all_ranks_train_on_once_all_is_sent_before_any_of_them_finishes(updates: FakeUpdates, way: str) -> None:
+    assert train(updates, way) == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
+
+
 def test_sharded_tensors_are_made_whole_and_tied_ones_sent_once_on_all_ranks(updates: FakeUpdates) -> None:
     said = train(updates, "sharded")
     assert [rank["done"] for rank in said] == [{"1": "committed", "2": "committed"}] * 2

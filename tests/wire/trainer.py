@@ -71,14 +71,20 @@ def main(said: Connection, rank: int, meeting: str, address: str, fault: str, er
                 if fault == "host" and rank == 0:
                     # No address of this machine: the endpoint of the first update cannot be made.
                     publisher._context.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
-                transfer = "ipc" if fault == "lent" else "staged"
+                transfer = "ipc" if "lent" in fault else "staged"
                 # A rank that is ahead of the others by an update.
                 mine = None if fault == "next" else 2 if fault == "ahead" and rank == 1 else version
                 if fault == f"late {rank}" and version == 1:
                     # It calls when the other rank has given up.
                     await asyncio.to_thread(wait_for, Path(f"{meeting}-{1 - rank}"))
                 try:
-                    record = await publisher.publish(source, mine, transfer=transfer, manifest=manifest)
+                    if fault.startswith("trains"):
+                        handle = await publisher.start(source, mine, transfer=transfer)
+                        await handle.sent()
+                        await asyncio.to_thread(dist.barrier)  # the next step of the training is a collective
+                        record = await handle.finish()
+                    else:
+                        record = await publisher.publish(source, mine, transfer=transfer, manifest=manifest)
                     done[str(version)] = record.outcome
                 except (EnginepoolError, RuntimeError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"
