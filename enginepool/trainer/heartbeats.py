@@ -144,11 +144,16 @@ class Heartbeats:
         """Begin the update."""
         self._thread = threads.start(self._run, "trainer-heartbeats")
 
-    def wait_for_all(self) -> None:
-        """Until all ranks that this one watches have begun the update. Raises RankFailed: one has not, or failed."""
+    def wait_for_all(self, *, also_failed: bool = False) -> None:
+        """Until all ranks that this one watches have begun the update. Raises RankFailed: one has not, or failed.
+
+        Args:
+            also_failed: ranks that said that they failed count, too: they are still in step, unless a collective failed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._here or self._reason)
-            if self._reason:
+            in_step = also_failed and self._here and self._failures and not self._broken
+            if self._reason and not in_step:
                 raise RankFailed(self._reason)
 
     def fail(self, error: Exception) -> None:

@@ -138,7 +138,7 @@ class TrainerRanks:
         text = msgspec.json.encode(RoundEnd(outcome, again_s))
         untold = ""
         try:
-            others.heartbeats.wait_for_all()
+            others.heartbeats.wait_for_all(also_failed=True)
             others.broadcast([_END, len(text)])
             others.broadcast(list(text))
         except RankFailed as error:

@@ -32,14 +32,14 @@ from enginepool.client.session.events import (
     UpdateProgress,
     UpdateSent,
 )
-from enginepool.errors import EnginepoolError, Publishing, error_from
+from enginepool.errors import DeadlineExceeded, EnginepoolError, Publishing, error_from
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, PhaseName, Publish, Published
 from enginepool.trainer.buffers import stand_behind
-from enginepool.trainer.heartbeats import RankFailed
+from enginepool.trainer.heartbeats import BELIEVE_S, RankFailed
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.tensors import SendPlan
@@ -105,7 +105,8 @@ class UpdateHandle:
         #: the thread has ended
         self._left: asyncio.Future[None] = context.loop.create_future()
         for future in (self._planned, self._opened, self._sent, self._final):
-            future.add_done_callback(_mark_retrieved)
+            # Python warns of exceptions that no code retrieves; here the caller need not wait for each future.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
         context.current = self
 
     def __repr__(self) -> str:
@@ -124,7 +125,7 @@ class UpdateHandle:
         """Commit: wait for the transfer, then the group is held and loads. Every later answer is computed by this version.
 
         Args:
-            timeout: seconds; None: the publisher's own `timeout`.
+            timeout: seconds; None: the publisher's own `timeout`, which rank 0 keeps for all trainer ranks.
 
         Raises:
             UpdateAborted, WeightsRefused: the old weights serve on; the message says why.
@@ -133,7 +134,11 @@ class UpdateHandle:
         seconds = check_timeout(timeout) or self._context.timeout
         self._tell(UpdateCommit, self._context.loop.time() + seconds)
         try:
-            return await asyncio.shield(self._final)
+            await asyncio.wait([self._final], timeout=timeout if self._context.connection is None else None)
+            if not self._final.done():
+                self._cause = DeadlineExceeded(f"the update did not end in {seconds:g} s; whether it was committed is unknown")
+                await self.abort()
+            return self._final.result()
         except asyncio.CancelledError:
             await self.abort("the caller gave up")
             raise
@@ -143,13 +148,18 @@ class UpdateHandle:
     async def abort(self, reason: str = "") -> None:
         """Abort the update, unless it is too late. Returns when it has ended, committed or not.
 
-        On a trainer rank above 0 it waits for rank 0 to say how it ended.
+        On a trainer rank above 0 it tells rank 0, and waits a few seconds at most to hear how it ended.
         """
-        self._aborted = True
-        if not self._final.done():
-            if self._context.connection is not None:
-                self._request_abort(reason or "the publisher gave it up")
+        self._aborted, reason = True, reason or "the publisher gave it up"
+        if not self._final.done() and self._context.connection is not None:
+            self._request_abort(reason)
             await asyncio.wait([self._final])
+        elif not self._final.done() and self._heartbeats is not None:
+            error = self._cause = self._error(self._failure(reason))
+            self._heartbeats.fail(error)
+            # After BELIEVE_S the heartbeats end it here, unless the store of the ranks stands still.
+            await asyncio.wait([self._final], timeout=2 * BELIEVE_S)
+            self.failed(error)
         await self._wait_left()
 
     # --- the beginning -------------------------------------------------------------------------------------------------
@@ -193,8 +203,7 @@ class UpdateHandle:
         publish.frames = [FrameSpec("manifest", "utf8", (len(text),))]
         self.total_bytes = plan.nbytes
         assert context.connection is not None
-        deadline = context.loop.time() + context.timeout
-        self._id = context.connection.open_update(publish, (text,), deadline, self._hear)
+        self._id = context.connection.open_update(publish, (text,), context.loop.time() + context.timeout, self._hear)
         await asyncio.shield(self._opened)
 
     def _hear(self, effect: Heard) -> None:
@@ -339,9 +348,3 @@ class UpdateHandle:
 def _resolve(future: "asyncio.Future[Any]", result: object = None) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _mark_retrieved(future: "asyncio.Future[Any]") -> None:
-    """Python warns of exceptions that no code retrieves; here the caller need not wait for each future."""
-    if not future.cancelled():
-        future.exception()

@@ -65,6 +65,21 @@ def test_all_ranks_train_on_once_all_is_sent_before_any_of_them_finishes(updates
     assert train(updates, way) == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
 
 
+@pytest.mark.parametrize(
+    ("way", "own"),
+    [
+        ("trains, aborts", "UpdateAborted: the update to version 1 was aborted: no memory"),
+        ("trains, late", "DeadlineExceeded: the update did not end in 0.1 s; whether it was committed is unknown"),
+    ],
+)
+def test_a_rank_that_leaves_after_all_is_sent_ends_the_update_on_all(updates: FakeUpdates, way: str, own: str) -> None:
+    updates.renew_receivers = True
+    first, second = train(updates, way)
+    assert f"trainer rank 1 failed: {own}" in first["done"]["1"]
+    assert second["done"]["1"] == own
+    assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
+
+
 def test_sharded_tensors_are_made_whole_and_tied_ones_sent_once_on_all_ranks(updates: FakeUpdates) -> None:
     said = train(updates, "sharded")
     assert [rank["done"] for rank in said] == [{"1": "committed", "2": "committed"}] * 2

@@ -17,6 +17,7 @@ import torch
 
 from enginepool import Pool, WeightPublisher
 from enginepool.errors import EnginepoolError
+from enginepool.trainer.update_handle import UpdateHandle
 
 #: exit code of a rank that leaves without a word
 GONE = 7
@@ -81,6 +82,8 @@ def main(said: Connection, rank: int, meeting: str, address: str, fault: str, er
                     if fault.startswith("trains"):
                         handle = await publisher.start(source, mine, transfer=transfer)
                         await handle.sent()
+                        if fault in ("trains, aborts", "trains, late") and version == 1:
+                            await fail_on_rank_1(handle, rank, fault)
                         await asyncio.to_thread(dist.barrier)  # the next step of the training is a collective
                         record = await handle.finish()
                     else:
@@ -100,6 +103,16 @@ def main(said: Connection, rank: int, meeting: str, address: str, fault: str, er
     said.send({"done": done, "gathered": gathered})
     if hangs:
         os._exit(0)
+
+
+async def fail_on_rank_1(handle: UpdateHandle, rank: int, fault: str) -> None:
+    """Rank 1 leaves the update, or waits for its end in vain, while rank 0 has not called `finish`; raises what each hears."""
+    if rank == 1 and fault == "trains, aborts":
+        await handle.abort("no memory")
+    elif rank == 1:
+        await handle.finish(0.1)
+    await asyncio.wait([handle._final])  # pyright: ignore[reportPrivateUsage]
+    await handle.finish()
 
 
 def wait_for(path: Path) -> None:
