@@ -28,6 +28,7 @@ from enginepool.protocol.messages import (
 )
 from tests.core.generations import CAN, GeneratingPool, columns, generate, prompt_columns
 from tests.core.machines import EPOCH, Sent, failures
+from tests.core.publishers import Trainer, UpdatePool
 
 OF_PROMPT = [float("nan"), -1.0, -2.0]
 SPECS = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (1,))]
@@ -215,6 +216,41 @@ def test_another_worker_is_asked_only_for_a_prompt_of_which_nothing_is_known() -
     assert [(start(task).at, start(task).prompt_logprobs) for task in again] == [(1, 0), (0, 3)]
     sent = pool.step(link, (again[0], 0, 1, [2], "stop"), (again[1], 0, 0, [5], "stop"), prompts=[(again[1], OF_PROMPT)])
     assert answered(sent)[0].prompts == [(0, 3), (1, 3)]
+
+
+class UpdatedPool(GeneratingPool, UpdatePool):
+    """Its workers generate, and take weights."""
+
+
+@pytest.mark.parametrize("sampling", [{"regex": "a+"}, {"stop": ["x"]}, {"repetition_penalty": 1.1}])
+def test_a_prompt_whose_samples_all_begin_again_is_asked_for_again_because_its_weights_may_be_later_ones(
+    sampling: dict[str, Any],
+) -> None:
+    pool = UpdatedPool()
+    client, link, trainer = pool.client(), pool.worker("w", can=CAN), Trainer(pool)
+    pool.submit(client, 1, generate(3, n=2, prompt_logprobs=True, **sampling))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [7], ""), (task, 1, 0, [7], ""), prompts=[(task, OF_PROMPT)])
+    pool.publish(trainer, 1, [link], in_flight="abort")
+    [again] = pool.tasks(pool.written())
+    assert (start(again).at, start(again).n, start(again).prompt_logprobs) == (0, 2, 3)
+    later = [float("nan"), -3.0, -4.0]
+    steps = (again, 0, 0, [8], "stop"), (again, 1, 0, [8], "stop")
+    message, frames = answered(pool.step(link, *steps, version=1, prompts=[(again, later)]))
+    assert (message.spans, message.prompts) == ([[(1, 1)], [(1, 1)]], [(0, 3)])
+    np.testing.assert_array_equal(np.frombuffer(frames[-1], np.float32), np.array(later, np.float32))
+
+
+def test_a_prompt_of_which_one_sample_has_ended_is_not_asked_for_again() -> None:
+    pool = UpdatedPool()
+    client, link, trainer = pool.client(), pool.worker("w", can=CAN), Trainer(pool)
+    pool.submit(client, 1, generate(3, n=2, prompt_logprobs=True, stop=["x"]))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [7], "stop"), (task, 1, 0, [7], ""), prompts=[(task, OF_PROMPT)])
+    pool.publish(trainer, 1, [link], in_flight="abort")
+    [again] = pool.tasks(pool.written())
+    assert (start(again).at, start(again).prompt_logprobs) == (0, 0)
+    assert answered(pool.step(link, (again, 0, 0, [8], "stop"), version=1))[0].prompts == [(0, 3)]
 
 
 @pytest.mark.parametrize("top", [0, 2])

@@ -171,7 +171,8 @@ def _sequences(call: Call, answer: Answer) -> list[Answered]:
 def _check_prompts(
     call: Call, message: Generated, answer: Answer, sequences: Sequence[Answered], weights: Sequence[Weights], may: Known
 ) -> None:
-    """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made.
+    """Each prompt of which tokens were generated has its log-probabilities once, by some weights since the call was made: by
+    those of the first token, where one sequence was generated without a part of it being brought along.
 
     Where its adapter was unloaded, the task that was to give them may have been stopped first.
     """
@@ -187,7 +188,10 @@ def _check_prompts(
     for number, count in message.prompts:
         size = 4 * count * (1 + 2 * top)
         prompt, mine, data = call.prompts[number], data[:size], data[size:]
-        engines = (SimWeights(one.content).with_adapter(name) for one in weights[call.floor :] for name in may.names(None))
+        by = weights[call.floor :]
+        if n == 1 and generating.sends == 1 and not generating.brought[number] and sequences[number].tokens:
+            by = [one for one in by if one.version == sequences[number].spans[0][0]]
+        engines = (SimWeights(one.content).with_adapter(name) for one in by for name in may.names(None))
         allowed = [_of_prompt(prompt, count, top, engine) for engine in engines]
         assert 4 * count == len(prompt) and mine in allowed, f"{call}: prompt {number}"
 

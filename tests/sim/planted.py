@@ -41,6 +41,7 @@ SHOWN_BY = {
     "an_engine_without_a_commit_stays_paused": 39,
     "a_drain_never_keeps_generations": 89,
     "generations_that_stand_still_are_late": 292,
+    "prompts_keep_their_logprobs_when_their_sequences_begin_again": 613,
     "a_resumed_sequence_has_as_many_new_tokens_as_at_first": 13,
     "what_waits_for_credit_is_sent_before_the_tokens_of_the_turn": 86,
     "what_names_an_exact_version_outlives_it": 22,

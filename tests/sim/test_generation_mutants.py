@@ -329,6 +329,18 @@ def a_drain_never_keeps_generations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerRegistry, "recall", recall)
 
 
+def prompts_keep_their_logprobs_when_their_sequences_begin_again(patch: pytest.MonkeyPatch) -> None:
+    real: Any = generation_slots.__dict__["_wanted_of_prompt"]
+
+    def wanted_of_prompt(batch: RunningBatch) -> int:
+        request, start, _ = batch.slices[0]
+        state, work = request.generation, request.work
+        assert state is not None and isinstance(work, GenerateWork)
+        return 0 if start // work.n in state.prompts else real(batch)
+
+    patch.setattr(generation_slots, "_wanted_of_prompt", wanted_of_prompt)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -337,6 +349,7 @@ def a_drain_never_keeps_generations(patch: pytest.MonkeyPatch) -> None:
         a_load_drops_generations,
         an_engine_without_a_commit_stays_paused,
         a_drain_never_keeps_generations,
+        prompts_keep_their_logprobs_when_their_sequences_begin_again,
     ],
     ids=lambda mutate: mutate.__name__,
 )

@@ -185,8 +185,13 @@ def _wanted_of_prompt(batch: RunningBatch) -> int:
     work, state = _generation(request), request.generation
     assert state is not None
     prompt = start // work.n
-    if prompt in state.prompts or state.prompt_tasks.get(prompt) in state.tasks:
+    if state.prompt_tasks.get(prompt) in state.tasks:
         return 0
+    if prompt in state.prompts:
+        samples = state.sequences[prompt * work.n : (prompt + 1) * work.n]
+        if any(len(sample.tokens) > sample.start for sample in samples):
+            return 0
+        del state.prompts[prompt]  # all begin again: the weights of their first token may be later ones
     state.prompt_tasks[prompt] = batch.id
     return prompt_length(request, prompt)
 
