@@ -1,8 +1,11 @@
-"""What must hold of a request to generate between any two events."""
+"""What must hold of requests to generate between any two events."""
 
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.operations.generate import GenerateWork
+from enginepool.coordinator.scheduling.preemption import to_preempt
 
 
 def check_generation(request: Request) -> None:
@@ -38,3 +41,9 @@ def check_generation(request: Request) -> None:
     assert 0 <= state.taken <= state.sent, request
     assert not work.stream or state.sent - state.taken <= state.credit, request
     assert request.state != TEXT or not state.tasks, request
+
+
+def check_preemption(core: Context, group: Group) -> None:
+    """The next sequences wait for no slot that they may take from a lower priority."""
+    if not group.on_hold and core.now >= group.resume_at and (lane := group.queue.head(sequences=True)) is not None:
+        assert not to_preempt(core, lane, group), f"{lane.head} waits for a slot of a lower priority"

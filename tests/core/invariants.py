@@ -33,7 +33,7 @@ from enginepool.coordinator.scheduling.lanes import AWAY
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.weights.update import JOURNAL, PHASES, RESTART, Update
-from tests.core.generation_invariants import check_generation
+from tests.core.generation_invariants import check_generation, check_preemption
 
 #: of workers that can serve a request
 
@@ -94,6 +94,7 @@ def check_machine(machine: Machine) -> None:
         first = group.blocked
         if first is not None and first.state == QUEUED and first.lane is group.queue and not group.on_hold:
             assert _still_blocked(core, group), first
+        check_preemption(core, group)
 
 
 def check_group(group: Group) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Capabilities, StartGeneration
 from tests.core.generations import CAN, GeneratingPool, generate, outputs
 from tests.core.machines import Sent, config
@@ -127,3 +128,24 @@ def two_workers() -> tuple[GeneratingPool, bytes]:
         pool.submit(client, id_, generate(3), priority=HIGH)
     assert [one.link for one in pool.tasks()] == [b"a", b"b", b"b"]
     return pool, client
+
+
+def test_a_higher_priority_takes_a_slot_while_a_suspect_waits_for_a_worker_of_its_own() -> None:
+    pool = GeneratingPool(config(ageing_s=None))
+    client = pool.client()
+    for name in ("x", "y"):
+        pool.worker(name, can=SMALL)
+        if name == "x":
+            pool.submit(client, 1, generate(3), priority=LOW)
+        pool.do(ev.WorkerBroken(0, name.encode(), "it broke"))
+    group = pool.machine.core.groups["g"]
+    assert [request.id for request in group.suspects.waiting()] == [1], "after two losses"
+    for id_ in range(2, 6):
+        pool.submit(client, id_, generate(3), priority=LOW + 1)
+    for name in ("a", "b"):
+        pool.worker(name, can=SMALL)
+    assert [request.id for request in group.suspects.waiting()] == [1] and group.routing.least() is not None
+    before = len(pool.stopped())
+    started = pool.tasks(pool.submit(client, 9, generate(4), priority=HIGH))
+    assert [one.message.priority for one in started if isinstance(one.message, StartGeneration)] == [HIGH]
+    assert len(pool.stopped()) == before + 1

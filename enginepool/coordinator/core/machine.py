@@ -158,11 +158,11 @@ class Machine:
         for group in core.woken:  # which grows meanwhile
             group.woken = False
             if not group.on_hold:
-                pump(core, group)
+                stuck = pump(core, group)
                 for _ in range(PREEMPTIONS):
-                    if group.blocked is None or not make_room(self.requests, group):
+                    if not stuck or not make_room(self.requests, group):
                         break
-                    pump(core, group)
+                    stuck = pump(core, group)
                 # Once for an event: what stops may be before the rows for which it stopped, and be given the worker again.
                 if group.reserved_worker is not None and group not in emptied and empty_reserved(self.requests, group):
                     emptied.append(group)

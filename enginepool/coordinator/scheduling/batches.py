@@ -43,12 +43,12 @@ from enginepool.protocol.row_labels import cut_row_labels
 SLOWEST_TEXT = 100_000
 
 
-def pump(core: Context, group: Group) -> None:
-    """Give waiting work to open workers until one of the two runs out."""
+def pump(core: Context, group: Group) -> bool:
+    """Give waiting work to open workers until one of the two runs out. Returns whether the head of the queue does not fit."""
     queue, routing = group.queue, group.routing
-    group.blocked = None
+    group.blocked, stuck = None, False
     if core.now < group.resume_at:
-        return
+        return False
     while True:
         if group.suspects.size or group.reserved_worker is not None:
             _try_suspect(core, group)
@@ -63,6 +63,7 @@ def pump(core: Context, group: Group) -> None:
             batch = None if other is None else _begin(core, queue, other, worker)
             lane = other if rows and other is not None else lane
         if batch is None:
+            stuck = True
             # A batch that is delayed does not wait for room.
             if not (group.suspects.size or group.reserved_worker is not None or group in core.delayed):
                 group.blocked = lane.head
@@ -71,6 +72,7 @@ def pump(core: Context, group: Group) -> None:
     for queue, long in ((group.texts, False), (group.long_texts, True)):
         if queue.size:
             _give_texts(core, group, queue, long=long)
+    return stuck
 
 
 def _begin(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
