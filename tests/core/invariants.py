@@ -101,6 +101,10 @@ def check_group(group: Group) -> None:
     for queue in group.queues:
         check_queue(queue)
     check_version_queue(group.version_queue)
+    entries = [request for queue in group.queues for lane in queue._lanes.values() for request in lane.requests()]
+    entries += [request for _, _, request in group.version_queue._heap]
+    kept = [request for request in entries if request.state == DONE and not request.flying and request.work.frames]
+    assert not kept, f"answered, and not charged: {kept}"
     assert group.cut.keys() <= group.live.keys(), group.cut
     arrivals = [request.seq for request in group.live]
     assert arrivals == sorted(arrivals), group.name

@@ -1,5 +1,6 @@
 """Answers are charged when their requests are admitted: to the client's window, and to the pool's one total."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.participants import with_worker
-from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.core.request import Client, Request
+from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Usage
+from tests.core.generations import generate
 from tests.core.invariants import check_replies
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
 
@@ -104,6 +107,39 @@ def test_kept_answers_make_room_for_new_requests() -> None:
     full = core.answers.nbytes
     assert codes(pool.submit(client, 100, work(50, 1, labels=tuple(range(200))))) == []
     assert core.answers.nbytes < full
+
+
+def held(pool: Pool) -> list[Request]:
+    """The requests in memory that have their answer, and still their payload."""
+    gc.collect()
+    mine = {id(client) for client in pool.machine.core.clients.values()}
+    requests = [one for one in gc.get_objects() if isinstance(one, Request) and id(one.client) in mine]
+    return [request for request in requests if request.state == DONE and request.work.frames]
+
+
+@pytest.mark.parametrize("where", ["queue", "version_queue", "texts", "generations"])
+@pytest.mark.parametrize("end", ["cancelled", "deadline_exceeded"])
+def test_requests_that_have_their_answer_leave_no_payload_in_a_queue(where: str, end: str) -> None:
+    pool = Pool(config())
+    client = pool.client()
+    content = text("a query", ["an item"]) if where == "texts" else generate(3) if where == "generations" else work(2, 3)
+    version = 1 if where == "version_queue" else 0
+    pool.do(ev.Submit(0, client, 0, content, 0, None, version))  # at the top of the queue
+    for id_ in range(1, 20):
+        deadline = None if end == "cancelled" else pool.now + 1.0
+        pool.do(ev.Submit(0, client, id_, content, 0, deadline, version))
+    sent = pool.wait(1.5) if end != "cancelled" else pool.do(*(ev.CancelAsked(0, client, id_) for id_ in range(1, 20)))
+    assert codes(sent) == [end] * 19
+    assert not held(pool)
+
+
+def test_deadlines_hold_no_request_that_has_its_answer() -> None:
+    pool = Pool(config())
+    client = pool.client()
+    pool.worker()
+    pool.do(ev.Submit(0, client, 1, work(), 0, pool.now + 60.0))
+    assert len(results(pool.finish_all())) == 1 and len(pool.machine.core.deadlines) == 1
+    assert not held(pool)
 
 
 def test_hidden_states_are_charged_and_text_is_charged_as_ids() -> None:

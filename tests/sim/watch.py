@@ -53,7 +53,7 @@ class Watch:
         self._sent: set[m.TaskId] = set()
         #: whose tasks were started, and not taken back
         self._generations: dict[m.TaskId, Request] = {}
-        self._trials: dict[str, RunningBatch] = {}
+        self._trials: dict[str, tuple[RunningBatch, int]] = {}
         self._shares = Shares()
         #: budgets stay what they are: what a worker had that ran out of memory is sent again first, in smaller batches
         self.fair = True
@@ -99,7 +99,7 @@ class Watch:
         self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
-            if group.trial is not self._trials.get(group.name):
+            if group.trial is not self._trials.get(group.name, (None, 0))[0]:
                 self._trial(group)
             mine = [batch for batch in new if batch.worker.group is group] if new else new
             if self.fair:
@@ -159,7 +159,7 @@ class Watch:
         def count(recalled: list[tuple[Request, bool]], reason: str) -> None:
             for request, alone in recalled:
                 if alone and request.state != DONE:
-                    self._count(request)
+                    self._count(_uid(request))
             blame(recalled, reason)
 
         self.machine.requests.blame = count
@@ -261,14 +261,14 @@ class Watch:
         """The trial of a group is another one: count the workers that were lost in a trial, by call."""
         before = self._trials.get(group.name)
         if before is not None:
-            if before.worker.lost:
-                self._count(before.slices[0][0])
+            trial, uid = before
+            if trial.worker.lost:
+                self._count(uid)
             del self._trials[group.name]
         if group.trial is not None:
-            self._trials[group.name] = group.trial
+            self._trials[group.name] = group.trial, _uid(group.trial.slices[0][0])
 
-    def _count(self, request: Request) -> None:
-        uid = _uid(request)
+    def _count(self, uid: int) -> None:
         self.oracle.trials_lost[uid] = self.oracle.trials_lost.get(uid, 0) + 1
 
     def check(self) -> None:

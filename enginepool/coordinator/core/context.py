@@ -9,7 +9,6 @@ from enginepool.coordinator.core.effects import Effect, LogLine, ToClient
 from enginepool.coordinator.core.events import Event, Link
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
-from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.core.secondary import SecondaryEvent
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
@@ -27,21 +26,30 @@ ROOM_S = 1.0
 
 
 class RequestDeadlines:
-    """Requests by deadline; entries of finished ones are dropped at the top, and swept once they are half."""
+    """Requests by deadline; entries of finished ones are dropped at the top, and swept once they are half. An entry names its
+    request, and does not hold it: the payload of a finished one is not charged any more."""
 
     __slots__ = ("_heap", "_stale")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        #: deadline, arrival number, client and id
+        self._heap: list[tuple[float, int, Client, int]] = []
         self._stale = 0
 
     def add(self, request: Request, deadline: float) -> None:
-        heappush(self._heap, (deadline, request.seq, request))
+        heappush(self._heap, (deadline, request.seq, request.client, request.id))
+
+    @staticmethod
+    def _live(entry: tuple[float, int, Client, int]) -> Request | None:
+        """The request of an entry; None: it is finished."""
+        _, seq, client, id_ = entry
+        request = client.live.get(id_)
+        return request if request is not None and request.seq == seq else None
 
     def next(self) -> float:
         """When the next one is due."""
         heap = self._heap
-        while heap and heap[0][2].state == DONE:
+        while heap and self._live(heap[0]) is None:
             heappop(heap)
             self._stale -= 1
         return heap[0][0] if heap else float("inf")
@@ -50,7 +58,7 @@ class RequestDeadlines:
         """A request with a deadline is done."""
         self._stale += 1
         if self._stale > 64 and self._stale * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            self._heap = [entry for entry in self._heap if self._live(entry) is not None]
             heapify(self._heap)
             self._stale = 0
 
@@ -58,9 +66,11 @@ class RequestDeadlines:
         """Take out what is due: at most ENDS, and the rest when it is asked again."""
         out: list[Request] = []
         while len(out) < ENDS and self.next() <= now:
+            request = self._live(heappop(self._heap))
+            assert request is not None
             # Its finish() will call forget() for the entry taken out here.
             self._stale -= 1
-            out.append(heappop(self._heap)[2])
+            out.append(request)
         return out
 
     def __len__(self) -> int:

@@ -169,6 +169,11 @@ class Request:
     def waiting_rows(self) -> int:
         return self.work.rows - self.next + sum(end - start for start, end in self.back)
 
+    def drop_payload(self) -> None:
+        """It has its answer, and no worker has rows of it: its entry may stay in a queue, and is not charged there."""
+        self.work = self.work.without_payload()
+        self.pieces, self.offsets, self.generation = (), None, None
+
     def __repr__(self) -> str:
         return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"
 

@@ -62,6 +62,13 @@ class Work(msgspec.Struct, frozen=True, gc=False):
         """Whether its rows are text."""
         return self.part.frames[0].dtype == "utf8"
 
+    def without_payload(self) -> "Work":
+        """What a queue reads of a request that has its answer."""
+        return Work(
+            self.operation, self.signature, self.group, self.rows, self.tokens, self.longest, self.max_id, self.text, 0,
+            self.digest, self.part, (),
+        )  # fmt: skip
+
 
 W = TypeVar("W", bound=Work, contravariant=True)
 

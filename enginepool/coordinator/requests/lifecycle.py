@@ -265,6 +265,9 @@ class RequestLifecycle:
         level.requests.pop(request, None)
         if request.deadline is not None:
             core.deadlines.forget()
+        # A suspect may have an entry in the queue where it waited before. A tokenizer or an engine may be sent its rows again.
+        if not request.flying and (request.lane is not None if waited else request.suspect):
+            request.drop_payload()
 
     def cancel(self, e: ev.CancelAsked) -> None:
         """First handled wins: a request that has its answer keeps it."""
