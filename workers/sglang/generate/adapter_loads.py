@@ -68,7 +68,7 @@ class AdapterLoads:
                 await counter.wait_for_zero()
         except TimeoutError:
             used = sum(state.obj.lora_path == name for state in self._tm.rid_to_state.values())
-            await counter.decrement(counter.value() - used)
+            await counter.decrement(max(counter.value() - used, 0))
 
 
 def _said(answer: Any) -> str:
