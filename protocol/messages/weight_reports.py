@@ -1,5 +1,6 @@
 """What is known of weights: the history of updates, and the answers of workers about what they hold."""
 
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -28,8 +29,9 @@ HELD = ("drain", "load", "journal")
 
 
 def publisher_of(client: bytes, id: int) -> str:
-    """What the history calls the one who sent a `publish`: a client, and the `id` of that message."""
-    return f"{client.hex()}/{id}"
+    """What the history calls the one who sent a `publish`: of the `client` and the `id` of that message. It does not give away
+    the client, whose name another peer could take after a restart of the coordinator."""
+    return blake2b(client + b"%d" % id, digest_size=16).hexdigest()
 
 
 class UpdateRecord(msgspec.Struct, omit_defaults=True):

@@ -153,6 +153,10 @@ def test_after_a_lost_link_everything_is_said_again_in_its_order(publisher: Publ
     assert publisher.words() == ["Publish", "Sent", "Commit"]
 
 
+def test_a_publisher_has_the_name_that_the_specification_says():
+    assert publisher_of(bytes(range(16)), 9) == "1adf646e4ebf10c7cc95ef0256448cde"
+
+
 def test_a_new_coordinator_knows_nothing_of_an_update_that_was_not_committed(publisher: Publisher):
     publisher.open()
     publisher.send_all()
