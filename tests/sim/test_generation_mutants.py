@@ -1,6 +1,6 @@
 """The simulator finds what it is for in generations too: each bug that is planted here is seen within a few schedules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -194,16 +194,25 @@ def what_names_an_exact_version_outlives_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(outcomes, "end_passed", end_passed)
 
 
-def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPatch) -> None:
-    real = generation_slots._wanted_of_prompt  # pyright: ignore[reportPrivateUsage]
+def _ask_for_no_prompt(patch: pytest.MonkeyPatch, where: Callable[[GenerationState[RunningBatch]], Container[int]]) -> None:
+    """Prompts whose numbers are there have no log-probabilities asked for."""
+    real: Any = generation_slots.__dict__["_wanted_of_prompt"]
 
-    def wanted(batch: RunningBatch) -> int:
+    def wanted_of_prompt(batch: RunningBatch) -> int:
         request, start, _ = batch.slices[0]
         work, state = request.work, request.generation
         assert state is not None and isinstance(work, GenerateWork)
-        return 0 if start // work.n in state.prompt_tasks else real(batch)
+        return 0 if start // work.n in where(state) else real(batch)
 
-    patch.setattr(generation_slots, "_wanted_of_prompt", wanted)
+    patch.setattr(generation_slots, "_wanted_of_prompt", wanted_of_prompt)
+
+
+def a_prompt_is_asked_for_once_though_its_worker_is_lost(patch: pytest.MonkeyPatch) -> None:
+    _ask_for_no_prompt(patch, lambda state: state.prompt_tasks)
+
+
+def prompts_keep_their_logprobs_when_their_sequences_begin_again(patch: pytest.MonkeyPatch) -> None:
+    _ask_for_no_prompt(patch, lambda state: state.prompts)
 
 
 def hidden_states_of_a_backlog_are_those_of_its_first_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -327,18 +336,6 @@ def a_drain_never_keeps_generations(patch: pytest.MonkeyPatch) -> None:
             return real(self, worker)
 
     patch.setattr(WorkerRegistry, "recall", recall)
-
-
-def prompts_keep_their_logprobs_when_their_sequences_begin_again(patch: pytest.MonkeyPatch) -> None:
-    real: Any = generation_slots.__dict__["_wanted_of_prompt"]
-
-    def wanted_of_prompt(batch: RunningBatch) -> int:
-        request, start, _ = batch.slices[0]
-        state, work = request.generation, request.work
-        assert state is not None and isinstance(work, GenerateWork)
-        return 0 if start // work.n in state.prompts else real(batch)
-
-    patch.setattr(generation_slots, "_wanted_of_prompt", wanted_of_prompt)
 
 
 @pytest.mark.parametrize(
