@@ -1,6 +1,7 @@
 """Promises about engines that run out of memory: less at a time from then on, for all of the group; no request is to blame."""
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,11 +9,13 @@ from hypothesis import strategies as st
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol.capabilities import MOST_HALVINGS, halved
-from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, StartGeneration
+from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, FrameSpec, Score, StartGeneration, Tokenize
 from tests.core.generations import CAN as GENERATING
 from tests.core.generations import GeneratingPool, generate, outputs
-from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
+from tests.core.machines import CAN, Pool, accepts, config, failures, results, texts, work
 
 
 def bye(pool: Pool, link: bytes, *, memory: bool = True) -> None:
@@ -196,6 +199,61 @@ def test_rows_that_no_longer_fit_any_worker_fail_also_while_they_run() -> None:
     assert 2 not in said
     pool.finish_all()
     assert list(results(pool.sent)) == [2]
+
+
+def long_row() -> list[tuple[FrameSpec, bytes]]:
+    """The frames of one row of 190 ids."""
+    items, length = np.arange(190, dtype=np.int32).tobytes(), np.array([190], np.uint32).tobytes()
+    return [(FrameSpec("items", "int32", (190,)), items), (FrameSpec("item_lengths", "uint32", (1,)), length)]
+
+
+def to_truncate(*frames: tuple[FrameSpec, bytes]) -> Work:
+    specs, data = zip((FrameSpec("query", frames[0][0].dtype, (0,)), b""), *frames, strict=True)
+    return SCORE.open(Score(1, [*specs], labels=[1], truncation="left"), [*data])
+
+
+LONG = msgspec.structs.replace(CAN, context=200, text=True)
+
+
+def test_rows_that_are_to_be_truncated_are_cut_to_what_a_smaller_budget_takes_when_they_come_back() -> None:
+    pool = Pool()
+    pool.worker("a", can=LONG)
+    pool.submit(pool.client(), 1, to_truncate(*long_row()))
+    assert len(pool.batches) == 1, "it is begun whole"
+    bye(pool, b"a")
+    pool.worker("b", can=LONG)
+    pool.finish_all()
+    answer = results(pool.sent)[1]
+    assert (answer.truncated, answer.usage.tokens) == (1, 100)
+
+
+@pytest.mark.parametrize("what", ["running", "text"])
+def test_what_is_to_be_truncated_and_cannot_be_any_more_is_sent_again(what: str) -> None:
+    pool = Pool()
+    client = pool.client()
+    for name in ("a", "b"):
+        pool.worker(name, can=LONG)
+    content = to_truncate(*long_row())
+    if what == "text":
+        pool.submit(client, 8, work(2, 100))
+        pool.submit(client, 9, work(2, 100))
+        content = to_truncate((FrameSpec("items", "utf8", (190,)), b"x" * 190), long_row()[1])
+    sent = pool.submit(client, 1, content)
+    if what == "text":
+        [task] = texts(sent)
+        assert isinstance(task.message, Tokenize) and task.message.longest == 200
+        specs, frames = zip(*long_row(), strict=True)
+        pool.do(ev.TextTokenized(0, task.link, task.message.task, [*specs], [*frames]))
+    else:
+        pool.submit(client, 9, work(2, 100))
+    bye(pool, b"b")
+    failure = failures(pool.sent)[1]
+    assert (failure.code, failure.field, failure.limit, failure.retry_after_ms) == ("busy", "items", "100", 100)
+    assert not {8, 9} & failures(pool.sent).keys()
+    again = pool.submit(client, 1, content)
+    assert not failures(again)
+    if what == "text":
+        assert [task.message.longest for task in texts(again) if isinstance(task.message, Tokenize)] == [100]
 
 
 def test_a_worker_that_was_halved_under_another_coordinator_brings_that_along() -> None:

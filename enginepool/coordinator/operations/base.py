@@ -35,7 +35,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     within this process. `shared`: the length of a query that all rows begin with and that can be computed once; 0: there is
     none. `values`: how many numbers `part` holds besides its frames. `charge`: what `memory.charge` says, where that is known
     before any worker is ready. `truncation`: of rows that are too long; `truncated`: how many were cut. `row_labels`: a
-    further frame of the parts of this work, with as many elements for each row.
+    further frame of the parts of this work, with as many elements for each row. `text_truncation`: `truncation` of the text
+    from which its ids come; they are not cut themselves.
     """
 
     operation: "Operation[Any]"
@@ -56,6 +57,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     truncation: Truncation = ""
     truncated: int = 0
     row_labels: Buffer = b""
+    text_truncation: Truncation = ""
 
     @property
     def of_text(self) -> bool:

@@ -77,8 +77,8 @@ class ScoreOperation(Operation[ScoreWork]):
         charge = None if text or hidden or not labels else labels_charge(rows, values, nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text or label_texts != (),
-            nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, 0, row_labels, columns, max_label,
-            message.raw or chat is not None, label_texts, chat,
+            nbytes, digest, part, tuple(frames), shared, values, charge, message.truncation, 0, row_labels, "", columns,
+            max_label, message.raw or chat is not None, label_texts, chat,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities) -> WireError | None:

@@ -49,5 +49,6 @@ def with_ids(
         frames=all_frames,
         shared=shared,
         truncation="",
+        text_truncation=work.truncation,
         truncated=truncated,
     )

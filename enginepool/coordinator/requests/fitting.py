@@ -2,11 +2,14 @@
 
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
-from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.base import Work, longest_row
 from enginepool.coordinator.operations.labels import with_known_labels
 from enginepool.coordinator.operations.truncation import fitted
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, ErrorReply
+
+#: when a request is sent again, to be truncated to what workers take now
+SHORTER_MS = 100
 
 
 def fitting(work: Work, group: Group) -> Work:
@@ -19,14 +22,29 @@ def fitting(work: Work, group: Group) -> Work:
 
 
 def truncate_waiting(request: Request) -> None:
-    """Cut the rows of a request of which none was ever given to a worker.
+    """Cut the rows of a request that are too long, if all of them wait.
 
     Raises:
         WireError: they cannot be cut.
     """
-    group, before = request.group, request.work.tokens
-    request.work = _truncated(request.work, group)
-    group.tokens += request.work.tokens - before
+    group, before = request.group, request.work
+    if not (request.flying or request.pieces):
+        request.work = work = _truncated(before, group)
+        if work is not before:
+            group.tokens += work.tokens - before.tokens
+            request.offsets = None
+
+
+def too_late_to_truncate(request: Request) -> ErrorReply | None:
+    """The answer to a request whose rows are to be truncated, and cannot be any more: an engine ran out of memory, and workers
+    take shorter rows since some of them were tokenized or begun. Its client sends it again. None: it is no such request."""
+    work, can = request.work, request.group.capabilities
+    if can is None or not can.halvings or work.text or (work.truncation or work.text_truncation) not in ("left", "right"):
+        return None
+    if work.longest <= (longest := longest_row(can)):
+        return None
+    text = f"items: rows of up to {work.longest} tokens; at most {longest} since an engine ran out of memory: send them again"
+    return ErrorReply("busy", text, request.id, field="items", limit=str(longest), retry_after_ms=SHORTER_MS)
 
 
 def _truncated(work: Work, group: Group) -> Work:

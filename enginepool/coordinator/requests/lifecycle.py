@@ -11,7 +11,7 @@ from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
-from enginepool.coordinator.requests.fitting import can_be_packed, refusal, truncate_waiting
+from enginepool.coordinator.requests.fitting import can_be_packed, refusal, too_late_to_truncate, truncate_waiting
 from enginepool.coordinator.requests.generations import interrupted, sizes, stop
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
@@ -35,7 +35,7 @@ class RequestLifecycle:
         """Whether its group can serve it, as far as is known now. When it cannot, that is the answer."""
         group = request.group
         try:
-            if request.work.truncation and not request.started:
+            if request.work.truncation:
                 truncate_waiting(request)
         except WireError as wrong:
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
@@ -44,7 +44,9 @@ class RequestLifecycle:
             self.no_memory(request)
             return False
         can = group.capabilities
-        if wrong := refusal(request.work, can):
+        if again := too_late_to_truncate(request):
+            self.shed(request, again)
+        elif wrong := refusal(request.work, can):
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         elif group.down:
             self.fail(request, "pool_down", group.down)
