@@ -267,6 +267,18 @@ def test_a_worker_that_was_halved_under_another_coordinator_brings_that_along() 
     assert pool.machine.core.groups["g"].workers["late"].capabilities == halved(CAN, 2)
 
 
+def test_a_worker_that_is_refused_halves_nothing() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(1, 90))
+    pool.worker("halved", can=halved(msgspec.structs.replace(CAN, vocab=5), MOST_HALVINGS))
+    group = pool.machine.core.groups["g"]
+    assert [worker.name for worker in group.workers.values()] == ["a"]
+    assert (group.halvings, group.capabilities) == (0, CAN)
+    assert 1 in results(pool.finish_all())
+
+
 def test_any_other_end_halves_nothing() -> None:
     pool = Pool()
     pool.worker("a")

@@ -9,7 +9,7 @@ from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import ID_FRAMES
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MAX_BUDGET, MOST_FORWARD_MS, MOST_HALVINGS
+from enginepool.protocol.capabilities import MAX_ADAPTER_NAME, MAX_ADAPTERS, MAX_BUDGET, MOST_FORWARD_MS, MOST_HALVINGS, halved
 from enginepool.protocol.messages import Capabilities
 
 #: Sizes that a worker can embed in, and characters of its operations, of its features, or of what it says of its engine. Each
@@ -85,11 +85,11 @@ def differs(first: Capabilities, can: Capabilities) -> str:
 
 
 def stranger(worker: Worker, can: Capabilities) -> str:
-    """Why a worker with these capabilities does not belong into its group, or ""."""
+    """Why a worker with these capabilities, which are halved at least as often as its group, does not belong there, or ""."""
     if wrong := impossible(can):
         return wrong
     first = worker.group.capabilities
-    return "" if first is None or alone(worker) else differs(first, can)
+    return "" if first is None or alone(worker) else differs(halved(first, can.halvings - first.halvings), can)
 
 
 def alone(worker: Worker) -> bool:

@@ -54,16 +54,16 @@ class WorkerReports:
         """A worker's engine is ready. The first one of a group sets its limits."""
         group, can = worker.group, message.capabilities
         if not impossible(can):
-            if can.halvings > group.halvings:
-                # It was halved under an earlier coordinator.
-                shrink(group, can.halvings)
-                self.requests.refit(group)
-            can = halved(can, group.halvings - can.halvings)
+            can = halved(can, max(0, group.halvings - can.halvings))
         configured, can = can.adapters, replace(can, adapters=tuple(sorted({*can.adapters, *group.adapters.committed})))
         if wrong := stranger(worker, can):
             failed_to_start(worker, wrong)
             self.workers.lose(worker, f"it does not fit: {wrong}", kill=True)
             return
+        if can.halvings > group.halvings:
+            # It was halved under an earlier coordinator.
+            shrink(group, can.halvings)
+            self.requests.refit(group)
         first = alone(worker)
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
