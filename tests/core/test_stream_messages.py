@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import stream_messages
@@ -85,6 +86,35 @@ def test_what_was_generated_is_sent_before_anything_else_is_said_of_the_request(
     assert isinstance(sent[0].message, Tokens)
     assert streamed(sent)[0] == (1, 0, 0, 0, [1]) and streamed(sent)[1:] in ([], [(1, 0, 1, 0, [2])])
     assert len(sent) == 1 if said is None else type(sent[-1].message) is said
+
+
+@pytest.mark.parametrize(
+    ("asked", "more"),
+    [
+        ({}, {}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top": 2}),
+        ({"hidden_states": True}, {"hidden": 4}),
+    ],
+)
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_an_end_without_a_token_does_not_come_before_the_tokens(
+    asked: dict[str, Any], more: dict[str, Any], plain_first: bool
+) -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker(can=replace(CAN, hidden=4, features=(*CAN.features, "hidden_states")))
+    pool.submit(client, 1, generate(3, n=2, stream=True, **asked))
+    pool.submit(client, 2, generate(3, stream=True))
+    task, plain = pool.tasks()
+    events = [pool.progress(link, (plain, 0, 0, [5], ""))] if plain_first else []
+    events.append(pool.progress(link, (task, 0, 0, [1, 2], ""), **more))
+    events.append(pool.progress(link, (task, 0, 2, [], "stop")))
+    had = 0
+    for one in pool.do(*events):
+        assert isinstance(one.message, Tokens)
+        had += sum(run.count for run in one.message.runs if run.id == 1)
+        assert had == 2 or not one.message.ended
+    assert had == 2
 
 
 def test_what_is_sent_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

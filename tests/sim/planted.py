@@ -36,7 +36,7 @@ SHOWN_BY = {
     "work_enters_an_engine_that_sleeps": 819,
     "a_worker_says_ready_while_it_goes_to_sleep": 1800,
     "a_restarted_worker_answers_before_the_commit": 62,
-    "generations_outlive_their_link": 105,
+    "generations_outlive_their_link": 339,
     "a_load_drops_generations": 94,
     "an_engine_without_a_commit_stays_paused": 39,
     "a_drain_never_keeps_generations": 89,

@@ -29,8 +29,8 @@ class SimGeneration:
     """A task inside an engine."""
 
     __slots__ = (
-        "adapter", "at", "began", "begun", "hidden", "id", "logprobs", "new", "of_prompt", "output", "poisoned", "prompt",
-        "refused", "routed", "sequences", "stopped", "top",
+        "adapter", "at", "began", "begun", "hidden", "id", "late_end", "logprobs", "new", "of_prompt", "output", "poisoned",
+        "prompt", "refused", "routed", "sequences", "stopped", "top",
     )  # fmt: skip
 
     def __init__(self, run: RunGeneration, vocab: int) -> None:
@@ -40,6 +40,8 @@ class SimGeneration:
         self.logprobs, self.top, self.of_prompt = message.logprobs, message.top_logprobs, message.prompt_logprobs
         self.adapter = message.adapter
         self.hidden, self.routed = message.hidden_states, message.routed_experts
+        #: its ends come in a message without their last tokens
+        self.late_end = self.id[1] % 4 == 0 and not self.routed
         #: where it began, if what the engine counted before matters: what it generates then is not what it would have been
         self.began = message.at if message.sampling.frequency_penalty else 0
         sampling = message.sampling
@@ -203,6 +205,7 @@ class SimGenerator:
             return
         weights = Weights(content_of(engine.digest, engine.base))
         outs: dict[tuple[int, bool], _Out] = {}
+        ends = _Out(0, engine.profile.can.vocab)
         running = [task for task in self._running.values() if not task.stopped]
         failed = self._failed(running, fault)
         for task in running:
@@ -218,7 +221,7 @@ class SimGenerator:
                     out.add_prompt(task, weights)
                 self._cache.add(task.prompt, weights, task.adapter)
             for i in list(task.sequences):
-                self._next(out, task, i, weights)
+                self._next(out, ends, task, i, weights)
         if fault == "wrong_rows":
             _misplace([out.steps for out in outs.values()], {task.id[1] for task in running if task.poisoned})
         left = [task for task in self._running.values() if task.stopped or not task.sequences]
@@ -229,7 +232,7 @@ class SimGenerator:
         # Who pauses it when it hears of this step waits for the next one.
         waited, self._then = self._then, []
         now = engine.world.now
-        for out in outs.values():
+        for out in (*outs.values(), ends):
             if out.steps:
                 assert len(out.epochs) == 1, f"work of an earlier epoch runs: {out.epochs}"
                 engine.host.post(
@@ -255,7 +258,7 @@ class SimGenerator:
             failed.append(wronged)
         return failed
 
-    def _next(self, out: "_Out", task: SimGeneration, i: int, weights: Weights) -> None:
+    def _next(self, out: "_Out", ends: "_Out", task: SimGeneration, i: int, weights: Weights) -> None:
         """The next tokens of a sequence: mostly one."""
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -272,6 +275,9 @@ class SimGenerator:
                 matched = drawn.token if reason == "stop" else None
                 break
         task.at[i] = at + len(tokens)
+        if reason == "length" and task.late_end:  # the coordinator knows it without its end, if that is lost
+            ends.add(task, Step(task.id[1], i, task.at[i], 0, reason), (), ())
+            reason = ""
         step = Step(task.id[1], i, at, len(tokens), reason, matched)  # pyright: ignore[reportArgumentType]
         out.add(task, step, tokens, logprobs)
 

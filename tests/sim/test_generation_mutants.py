@@ -11,7 +11,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Effect
 from enginepool.coordinator.core.events import Event, TokensGenerated
 from enginepool.coordinator.core.generation_state import GenerationState, RunningSequence
-from enginepool.coordinator.core.request import RunningBatch
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet import reports, workers
 from enginepool.coordinator.fleet.workers import WorkerRegistry
@@ -22,7 +22,7 @@ from enginepool.coordinator.scheduling import batches, generation_slots
 from enginepool.coordinator.weights import outcomes, phases
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import FrameSpec, StartGeneration
+from enginepool.protocol.messages import FrameSpec, SequenceEnd, StartGeneration
 from enginepool.protocol.messages.weights import LoadWeights
 from enginepool.workers.events import ResumeEngine, SendToCoordinator, StepsDone, WorkerEffect
 from enginepool.workers.ledger import TaskLedger
@@ -256,6 +256,13 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
     patch.setattr(machine.Machine, "handle", later)
 
 
+def ends_are_sent_apart_from_tokens_with_logprobs(patch: pytest.MonkeyPatch) -> None:
+    def end(self: UnsentTokens, request: Request, end: SequenceEnd) -> None:
+        self.of(0, False, 0).end(request, end)
+
+    patch.setattr(UnsentTokens, "end", end)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -280,6 +287,7 @@ def what_waits_for_credit_is_sent_before_the_tokens_of_the_turn(patch: pytest.Mo
         hidden_states_of_a_backlog_are_those_of_its_first_tokens,
         sequences_that_come_back_keep_their_hidden_states,
         routed_experts_are_kept_by_the_numbers_of_their_task,
+        ends_are_sent_apart_from_tokens_with_logprobs,
         what_waits_for_credit_is_sent_before_the_tokens_of_the_turn,
     ],
     ids=lambda mutate: mutate.__name__,

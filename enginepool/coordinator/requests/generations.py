@@ -102,7 +102,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             sequence.end = SequenceEnd(place, step.reason, step.matched)
             remembered = _ended(core, batch, request, place, remembered)
             if work.stream and place not in state.behind:
-                out.end(request, sequence.end)
+                requests.unsent.end(request, sequence.end)
             if not request.left:
                 finished.append(request)
     if more or failed or finished:

@@ -118,6 +118,15 @@ class UnsentTokens:
         if self._nbytes and self._nbytes + nbytes > MOST_BYTES:
             self.send()
         self._nbytes += nbytes
+        return self._of(top, hidden)
+
+    def end(self, request: Request, end: SequenceEnd) -> None:
+        """A sequence of a stream has ended. Its end is sent with its tokens, also if it comes in a message without any."""
+        work = request.work
+        assert isinstance(work, GenerateWork)
+        self._of(work.top_logprobs, work.hidden_states).end(request, end)
+
+    def _of(self, top: int, hidden: bool) -> StreamMessages:
         found = self._by_kind.get((top, hidden))
         if found is None:
             found = self._by_kind[top, hidden] = StreamMessages(top)
