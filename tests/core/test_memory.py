@@ -113,7 +113,7 @@ def held(pool: Pool) -> list[Request]:
     """The requests in memory that have their answer, and still their payload."""
     gc.collect()
     mine = {id(client) for client in pool.machine.core.clients.values()}
-    requests = [one for one in gc.get_objects() if isinstance(one, Request) and id(one.client) in mine]
+    requests = [one for one in gc.get_objects() if type(one) is Request and id(one.client) in mine]
     return [request for request in requests if request.state == DONE and request.work.frames]
 
 
