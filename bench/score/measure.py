@@ -86,22 +86,21 @@ class Contest:
 
     def _workload(self, workload: Workload, repetition: int) -> Iterator[list[tuple[str, Number]]]:
         shape, seconds, load = self._shape(workload), self._plan.seconds, self._running.load
-        in_flight = workload.saturated * self._running.engines
+        phases = self._plan.phases
         if self._running.engines > 1:  # what one request meets is the same as with one engine
-            yield list(self._saturate(shape, in_flight))
-            return
+            phases &= {"saturation"}
         alone = None
-        if "alone" in self._plan.phases:
+        if "alone" in phases:
             alone = drive(load, Closed(shape, ALONE * seconds, 1))
             yield [*self._latency("1 in flight", alone.all), *self._inside("1 in flight", alone)]
-        for rate in workload.rates if "rates" in self._plan.phases else ():
+        for rate in workload.rates if "rates" in phases else ():
             phase = drive(load, Open(shape, seconds, rate, repetition))
             name = f"{rate:g} requests/s"
             in_time = Number(phase.all.in_time / seconds, "requests/s")
             yield [*self._latency(name, phase.all), (f"{name}: answered in time", in_time), *self._inside(name, phase)]
-        if "saturation" not in self._plan.phases:
+        if "saturation" not in phases:
             return
-        saturated = list(self._saturate(shape, in_flight))
+        saturated = list(self._saturate(shape, workload.saturated * self._running.engines))
         yield saturated
         mix = self._plan.mix
         if mix is not None and alone is not None and self._plan.of_mix == workload.name:

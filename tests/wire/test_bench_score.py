@@ -257,6 +257,8 @@ def test_a_wider_pool_has_as_many_workers_and_is_saturated_alone(tmp_path: Path)
         running.ready()
         assert len(running.roles()["worker"]) == running.engines == 2
         numbers = all_numbers(Contest(running, TINY, 50, GpuShare(), lambda _line: None))
+        alone = replace(TINY, phases=frozenset({"alone"}))
+        assert not all_numbers(Contest(running, alone, 50, GpuShare(), lambda _line: None)), "one worker shows that"
     assert numbers["pr, saturation: forwards per batch"].value == 1
     assert all(name.startswith("pr, saturation") for name in numbers)
     pool, plain = (wider(one, 4) for one in CONTESTANTS if one.who in (OURS, PLAIN))
