@@ -257,7 +257,8 @@ class Prepared(Message, tag="prepared"):
     Without a code, `message` says why the bytes of an engine on GPUs will lie on the host.
 
     `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
-    `no_staging`: it only has no memory for a staged transfer. The others go on without it, and it is restored after the commit.
+    `no_staging`: it only has no memory for a staged transfer. The others go on without it, if it can be restored after
+    the commit.
     `generations`: as in the `prepare`, where this worker can do that.
     """
 

@@ -1,5 +1,5 @@
 """Staging memory by need: workers that start after a staged update reserve it. An update goes on without workers that have
-none: they serve on, and the commit restores them."""
+none, where a snapshot can bring them the weights: they serve on, and the commit restores them."""
 
 from typing import Any
 
@@ -9,7 +9,16 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.protocol.messages import Accept, Capabilities, Ready
-from enginepool.protocol.messages.weights import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
+from enginepool.protocol.messages.weights import (
+    Committed,
+    Join,
+    LoadWeights,
+    Prepared,
+    Published,
+    ReleaseWeights,
+    Restore,
+    Restored,
+)
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
@@ -19,6 +28,7 @@ WHY = "no staged transfer: this worker has no stager"
 def opened(cans: tuple[Capabilities, ...] = (CAN, CAN, CAN), **changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
     """A pool of three workers in which an update has begun."""
     pool = UpdatePool()
+    pool.machine.ending.snapshots = {"memory": "/dev/shm/pool", "disk": "/var/lib/pool"}
     trainer = Trainer(pool)
     links = [pool.worker(f"w{i}", can=can) for i, can in enumerate(cans)]
     trainer.publish(1, **changes)
@@ -94,6 +104,54 @@ def test_a_worker_that_could_not_be_restored_aborts() -> None:
     """No snapshot has a part of the weights alone."""
     pool, _, links = opened(partial=True)
     assert failures(unable(pool, links[1]))[1].code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "hosts", "leaves"),
+    [
+        ("none", "aaa", False),
+        ("memory", "aab", True),
+        ("memory", "aba", False),
+        ("disk", "aba", True),
+    ],
+)
+def test_a_worker_that_serves_leaves_only_where_a_snapshot_can_bring_it_the_weights(
+    snapshot: Any, hosts: str, *, leaves: bool
+) -> None:
+    """It would never get work again."""
+    pool, trainer, links = opened()
+    group = pool.machine.core.groups["g"]
+    group.config = msgspec.structs.replace(group.config, snapshot=snapshot)
+    for worker, host in zip(group.workers.values(), hosts, strict=True):
+        worker.host = host
+    sent = unable(pool, links[1])
+    assert [failure.code for failure in failures(sent).values()] == ([] if leaves else ["unsupported"])
+    if not leaves:
+        return
+    pool.answer(able(pool, [links[0], links[2]]))
+    trainer.sent()
+    pool.stage([links[0], links[2]])
+    pool.answer(trainer.commit())
+    (restore,) = of_type(pool.written(), Restore)
+    assert restore.snapshot
+
+
+def test_an_update_goes_on_without_a_worker_that_has_no_weights_to_lose() -> None:
+    """It gets no work before, and none after; the others need not wait for it."""
+    pool = UpdatePool()
+    trainer, links = Trainer(pool), [pool.worker(f"w{i}") for i in range(2)]
+    pool.publish(trainer, 3, links)
+    pool.written()
+    late = pool.worker("late")  # on the checkpoint, and nothing brings it version 3
+    pool.tell(late, Restored(3, "needs_weights", "nowhere"))
+    trainer.publish(4)
+    assert not failures(unable(pool, late))
+    pool.answer(able(pool, links))
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    (published,) = of_type(pool.written(), Published)
+    assert published.record.message == f"left out: late: {WHY}"
 
 
 def test_who_has_said_yes_cannot_leave() -> None:

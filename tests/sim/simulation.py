@@ -336,16 +336,18 @@ class Simulation:
         for name in self.plan.kinds:
             if name not in self.oracle.down:
                 self._ask_for_the_next(name)
-            end = world.now + PATIENCE_S
+            end, transfer = world.now + PATIENCE_S, "checkpoint" if self.plan.only_at_start else "staged"
             while name not in self.oracle.down:
                 offer = Offer(world.now, name)
-                offer.transfer = "checkpoint" if self.plan.only_at_start else offer.transfer
+                offer.transfer = transfer
                 last.want(offer)
                 while not offer.outcome and name not in self.oracle.down and world.now < end:
                     world.run_until(world.now + 0.1)
                 assert world.now < end, f"no update of {name!r} succeeds any more: {offer}"
                 if offer.outcome == "published":
                     break
+                if offer.outcome == "unsupported":
+                    transfer = "direct"  # a worker without staging memory could not be restored, as publishers hear
                 world.run_until(world.now + 1.0)
         self.settle()
         for publisher in (*self.publishers, last):

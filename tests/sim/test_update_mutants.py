@@ -316,6 +316,13 @@ def who_has_no_staging_memory_aborts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transactions, "_may_leave", may_leave)
 
 
+def who_cannot_be_restored_leaves(patch: pytest.MonkeyPatch) -> None:
+    def may_leave(self: Transactions, update: Update, member: Member) -> bool:
+        return not update.offer.partial and member.worker.incarnation in update.pending and len(update.members) > 1
+
+    patch.setattr(Transactions, "_may_leave", may_leave)
+
+
 def gentle_schedules() -> None:
     for seed in SEEDS:
         if Plan(Random(seed), 1 + seed % 8, updates=Random(seed + 1)).gentle:
@@ -395,6 +402,7 @@ def test_a_bug_planted_in_restarts_is_found(mutate: Mutate, monkeypatch: pytest.
     [
         (who_left_an_update_counts_as_updated, "answered on|wrong scores|no answer for"),
         (who_has_no_staging_memory_aborts, "has no stager"),
+        (who_cannot_be_restored_leaves, "nothing can restore"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

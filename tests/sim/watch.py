@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
@@ -165,17 +166,24 @@ class Watch:
         self.machine.requests.blame = count
 
     def goes_on_without(self, stages: Callable[[str], bool]) -> None:
-        """From now on a member without staging memory aborts an update only where no other one has some, or the
-        update is partial. `stages`: whether the worker of this name has some."""
-        real = self.machine.ending.abort
+        """From now on a member without staging memory aborts an update only where no other one has some, where the update is
+        partial, or where it has the weights now and no snapshot would bring it the next ones. `stages`: whether the worker of
+        this name has some."""
+        real, commit = self.machine.ending.abort, self.machine.ending.commit
 
         def abort(update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
             if "has no stager" in reason and not update.offer.partial:
                 workers = [member.worker for member in update.members.values()]
-                assert not any(stages(worker.name) for worker in workers), f"aborted: {update}: {reason}"
+                lost = update.group.config.snapshot == "none" and any(w.holds for w in workers if not stages(w.name))
+                assert lost or not any(stages(worker.name) for worker in workers), f"aborted: {update}: {reason}"
             real(update, code, reason, field, limit)
 
-        self.machine.ending.abort = abort
+        def committed(update: Update, weights: GroupWeights) -> None:
+            left = [w for w in update.group.workers.values() if w.name in update.left_members and w.holds]
+            assert weights.snapshot or not left, f"nothing can restore {left} after {update}"
+            commit(update, weights)
+
+        self.machine.ending.abort, self.machine.ending.commit = abort, committed
 
     def _members(self, group: Group, update: Update | None) -> None:
         """The members of an update, and the workers that leave."""

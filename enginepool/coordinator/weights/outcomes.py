@@ -246,7 +246,8 @@ def _note(update: Update) -> str:
     zeros = sorted({finding.name for member in update.members.values() for finding in member.findings})
     said = [f"all zero: {', '.join(zeros[:3])}{' …' if len(zeros) > 3 else ''}"] if zeros else []
     failed = failures(list(update.members.values()))
-    left = [f"restored after it: {name}: {why}" for name, why in list(update.left_members.items())[:3]]
+    then = "restored after it" if update.group.weights.snapshot else "left out"
+    left = [f"{then}: {name}: {why}" for name, why in list(update.left_members.items())[:3]]
     more = [f"and {len(update.left_members) - 3} more"] if len(update.left_members) > 3 else []
     return "; ".join([*said, *([f"not on {failed}"] if failed else []), *left, *more, *_on_host(update)])
 

@@ -85,10 +85,16 @@ class Transactions:
         del update.pending[worker.incarnation]
 
     def _may_leave(self, update: Update, member: Member) -> bool:
-        """Whether the update goes on without a member that has no staging memory: there must be another one. A partial update
-        is in no snapshot from which the worker could be restored."""
-        asked = update.phase == OPEN and member.worker.incarnation in update.pending
-        return asked and not update.offer.partial and len(update.members) > 1
+        """Whether the update goes on without a member that has no staging memory. There must be another one. The worker is to
+        serve again after the commit: its only way is a snapshot, unless it has lost the present weights as well."""
+        worker, group = member.worker, update.group
+        others = [other.worker for other in update.members.values() if other is not member]
+        if update.phase != OPEN or worker.incarnation not in update.pending or update.offer.partial or not others:
+            return False
+        kept = bool(self.ending.snapshots.get(group.config.snapshot))
+        # A snapshot in memory is written by the stager of another member on the worker's own host.
+        near = group.config.snapshot != "memory" or any(other.host == worker.host for other in others)
+        return not worker.holds or (kept and near)
 
     def _leave(self, update: Update, member: Member, why: str) -> None:
         """A worker is no longer a member. It goes on serving."""
