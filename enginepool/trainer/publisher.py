@@ -8,6 +8,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_options, check_timeout, kind, utf8
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 torch: Any = importlib.import_module("torch")
 
 log = logging.getLogger("enginepool")
+
+#: seconds between two questions whether weights are still wanted
+WANTED_S = 5.0
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -80,7 +84,8 @@ class WeightPublisher:
 
     Attributes:
         rank, group: of the trainer; of the pool.
-        wanted: an asyncio.Event, set while the pool has lost its weights and waits for them; a published update clears it.
+        wanted: an asyncio.Event, set while the pool has lost its weights and waits for them; a published update clears it, and
+            within seconds also what brings them back without this publisher.
         wanted_version: the version that it has lost: publish that one as it was, or a later one.
     """
 
@@ -114,7 +119,7 @@ class WeightPublisher:
         self.rank = _checked_rank(pool, trainer_group)
         self.group = check_group(group)
         self.wanted = asyncio.Event()
-        self.wanted_version = 0
+        self.wanted_version = self._times_wanted = 0
         for name, hook in (("rename", rename), ("gather", gather), ("on_wanted", on_wanted)):
             if hook is not None and not callable(hook):
                 raise BadRequest(f"{name}: {kind(hook)}; something that can be called, or None", field=name)
@@ -281,17 +286,23 @@ class WeightPublisher:
         await self._context.release()
 
     async def _ask_whether_wanted(self, pool: "Pool") -> None:
-        try:
-            report = await pool.status(timeout=None)
-        except EnginepoolError:
-            # The pool is closed: no weights are needed.
-            return
-        for status in report.groups:
-            if status.needs_weights and not self.wanted.is_set():
-                self._hear_wanted(CommittedWeightsLost(status.name, status.version or 0))
+        """At first, and as long as weights are wanted: a worker or another publisher may bring them, which no message says."""
+        with suppress(EnginepoolError):  # the pool is closed: no weights are needed
+            while True:
+                heard = self._times_wanted
+                report = await pool.status(timeout=None)
+                needy = [one for one in report.groups if one.needs_weights and self.group in ("", one.name)]
+                if heard == self._times_wanted:  # else they were lost again meanwhile
+                    if not needy:
+                        self.wanted.clear()
+                    elif not self.wanted.is_set():
+                        self._hear_wanted(CommittedWeightsLost(needy[0].name, needy[0].version or 0))
+                await self.wanted.wait()
+                await asyncio.sleep(WANTED_S)
 
     def _hear_wanted(self, wanted: CommittedWeightsLost) -> None:
         if wanted.group == self.group or not self.group:
+            self._times_wanted += 1
             self.wanted_version = wanted.version
             if self._on_wanted is not None:
                 # On its own: what it raises is the loop's to tell, and keeps no other publisher from hearing it.

@@ -18,6 +18,7 @@ from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublis
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.messages.weight_reports import UpdateRecord, publisher_of
+from enginepool.trainer import publisher as publisher_module
 from enginepool.trainer import trainer_ranks
 from enginepool.trainer import update_handle as update
 from enginepool.trainer.publisher_context import PublisherContext
@@ -247,6 +248,27 @@ def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(u
         assert not publisher.wanted.is_set()
 
     play(updates, scene, group="g", on_wanted=called.append)
+
+
+def test_weights_that_come_back_without_the_publisher_are_no_longer_wanted(
+    updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "WANTED_S", 0.05)
+    another = GroupStatus("another", version=9, needs_weights="lost")
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 1)
+        for _ in range(2):
+            updates.coordinator.groups = [another, GroupStatus("g", version=1, needs_weights="lost")]
+            updates.want("g", 1)
+            await publisher.wanted.wait()
+            await pool.status()
+            assert publisher.wanted.is_set()
+            updates.coordinator.groups = [another, GroupStatus("g", version=1)]
+            while publisher.wanted.is_set():
+                await asyncio.sleep(0.01)
+
+    play(updates, scene, group="g")
 
 
 def test_a_host_that_is_not_this_machine_is_named(updates: FakeUpdates) -> None:
