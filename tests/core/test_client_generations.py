@@ -18,6 +18,7 @@ from enginepool.client.session.events import (
     TokensTaken,
 )
 from enginepool.coordinator.operations.generate import GENERATE
+from enginepool.protocol.generated import read_prompt_columns
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
@@ -98,6 +99,11 @@ class Streaming(Driver):
         made = [Run(1, sequence, at, len(tokens), version) for sequence, at, tokens in runs]
         return self(MessageReceived(self.now, Tokens(made, specs, [StreamEnd(1, *end) for end in ended]), frames))
 
+    def of_prompt(self, logprob: float) -> None:
+        """The log-probability of the prompt, which has one token, arrives."""
+        specs = [FrameSpec("tokens", "int32", (0,)), FrameSpec("prompt_logprobs", "float32", (1,))]
+        self(MessageReceived(self.now, Tokens([], specs, prompts=[(1, 0, 1)]), [b"", floats(logprob)]))
+
     def finish(self, made: tuple[Generated, list[bytes]]) -> list[SessionEffect]:
         return self(MessageReceived(self.now, *made))
 
@@ -132,6 +138,12 @@ class Streaming(Driver):
         assert isinstance(end.message, Generated)
         flat, lengths = np.frombuffer(end.frames[0], np.int32), np.frombuffer(end.frames[1], np.uint32)
         return end.message, [row.tolist() for row in np.split(flat, np.cumsum(lengths)[:-1])]
+
+    def of_prompts(self) -> bytes:
+        """The log-probabilities of prompts in the final answer."""
+        [end] = [effect for effect in self.effects if isinstance(effect, Answer)]
+        assert isinstance(end.message, Generated) and end.message.prompts
+        return bytes(read_prompt_columns(end.message.frames, end.frames))
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------------
@@ -364,6 +376,33 @@ def test_the_answer_of_another_coordinator_is_joined_with_the_tokens_that_it_con
     assert message.spans == [[(1, 2), (2, 2)], [(2, 1)]] and message.version == 2
     [end] = [effect for effect in driver.effects if isinstance(effect, Answer)]
     assert np.frombuffer(end.frames[2], np.float32).tolist() == [-1, -2, -3, -4, -5]
+
+
+def test_the_log_probabilities_of_a_prompt_stay_those_of_the_weights_that_computed_its_first_token() -> None:
+    """Another coordinator, which continues the stream, computes them again, perhaps by later weights."""
+    driver = Streaming(n=2, prompt_logprobs=True)
+    driver.of_prompt(-1.0)
+    driver.relink(8)
+    driver.of_prompt(-2.0)  # no token had arrived: the coordinator before may have begun on other weights
+    driver.tokens((1, 0, [1]), version=2)
+    driver.relink(9)
+    driver.of_prompt(-3.0)
+    message, frames = answer([5, 6], [2], starts=[0, 1], version=3)
+    message.frames += [FrameSpec("prompt_logprobs", "float32", (1,))]
+    message.prompts = [(0, 1)]
+    driver.finish((message, [*frames, floats(-3.0)]))
+    assert driver.of_prompts() == floats(-2.0)
+
+
+def test_without_a_token_the_final_answer_says_the_log_probabilities_of_the_prompt() -> None:
+    driver = Streaming(prompt_logprobs=True)
+    driver.of_prompt(-1.0)
+    driver.relink(8)
+    message, frames = answer([5], version=2)
+    message.frames += [FrameSpec("prompt_logprobs", "float32", (1,))]
+    message.prompts = [(0, 1)]
+    driver.finish((message, [*frames, floats(-2.0)]))
+    assert driver.of_prompts() == floats(-2.0)
 
 
 def test_the_whole_begins_where_the_callers_request_ended() -> None:

@@ -189,7 +189,7 @@ def _check_prompts(
         size = 4 * count * (1 + 2 * top)
         prompt, mine, data = call.prompts[number], data[:size], data[size:]
         by = weights[call.floor :]
-        if n == 1 and generating.sends == 1 and not generating.brought[number] and sequences[number].tokens:
+        if n == 1 and not generating.brought[number] and sequences[number].tokens:
             by = [one for one in by if one.version == sequences[number].spans[0][0]]
         engines = (SimWeights(one.content).with_adapter(name) for one in by for name in may.names(None))
         allowed = [_of_prompt(prompt, count, top, engine) for engine in engines]

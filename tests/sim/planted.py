@@ -42,6 +42,7 @@ SHOWN_BY = {
     "a_drain_never_keeps_generations": 89,
     "generations_that_stand_still_are_late": 292,
     "prompts_keep_their_logprobs_when_their_sequences_begin_again": 613,
+    "another_coordinator_replaces_the_logprobs_of_a_prompt": 47,
     "a_resumed_sequence_has_as_many_new_tokens_as_at_first": 13,
     "what_waits_for_credit_is_sent_before_the_tokens_of_the_turn": 86,
     "what_names_an_exact_version_outlives_it": 22,

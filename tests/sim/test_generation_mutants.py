@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from enginepool.client.session.received_tokens import ReceivedTokens
 from enginepool.coordinator.core import machine
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Effect
@@ -215,6 +216,10 @@ def prompts_keep_their_logprobs_when_their_sequences_begin_again(patch: pytest.M
     _ask_for_no_prompt(patch, lambda state: state.prompts)
 
 
+def another_coordinator_replaces_the_logprobs_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceivedTokens, "_has_begun", lambda self, number: False)  # pyright: ignore
+
+
 def hidden_states_of_a_backlog_are_those_of_its_first_tokens(patch: pytest.MonkeyPatch) -> None:
     real = RunningSequence.states
     patch.setattr(RunningSequence, "states", lambda self, at, count: real(self, self.start, count))  # pyright: ignore
@@ -355,6 +360,7 @@ def a_drain_never_keeps_generations(patch: pytest.MonkeyPatch) -> None:
         an_engine_without_a_commit_stays_paused,
         a_drain_never_keeps_generations,
         prompts_keep_their_logprobs_when_their_sequences_begin_again,
+        another_coordinator_replaces_the_logprobs_of_a_prompt,
     ],
     ids=lambda mutate: mutate.__name__,
 )

@@ -91,7 +91,14 @@ class ReceivedTokens:
         """The log-probabilities of a prompt, with so many elements for each of its tokens. Raises WireError."""
         if width != self._request.prompt_width or not 0 <= number < self._request.frames[1].shape[0]:
             raise _malformed(id_, f"log-probabilities of prompt {number}")
-        self.prompts[number] = bytes(columns)
+        if number not in self.prompts or not self._has_begun(number):
+            self.prompts[number] = bytes(columns)
+
+    def _has_begun(self, number: int) -> bool:
+        """Whether tokens of a prompt arrived. Its log-probabilities are by the weights of the first one: those of another
+        coordinator, which continues it, do not replace them."""
+        n = self._request.n
+        return any(sequence.spans for sequence in self.sequences[number * n : (number + 1) * n])
 
     def ended(self, id_: int, end: SequenceEnd) -> StreamPart | None:
         """A sequence has ended. None: that was known. Raises WireError."""
@@ -161,6 +168,7 @@ class ReceivedTokens:
         """
         parts: list[StreamPart] = []
         whole: list[AnsweredSequence] = []
+        kept = {number: columns for number, columns in self.prompts.items() if self._has_begun(number)}
         rests = read_generated(answer, frames, len(self.sequences), self._request)
         for number, (rest, sequence) in enumerate(zip(rests, self.sequences, strict=True)):
             has = len(sequence.tokens)
@@ -169,7 +177,7 @@ class ReceivedTokens:
                 raise _malformed(answer.id, text)
             parts += self._missing(answer.id, number, rest)
             whole.append(sequence.answered(rest.end))
-        prompts = self.prompts | read_prompts(answer, frames, self._request)
+        prompts = self.prompts | read_prompts(answer, frames, self._request) | kept
         asked = self._request  # no stream has routed experts
         return parts, *write_generated(
             answer, whole, asked.logprobs, asked.top_logprobs, prompts, hidden_states=asked.hidden_states
