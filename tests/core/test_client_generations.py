@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -376,6 +377,17 @@ def test_the_answer_of_another_coordinator_is_joined_with_the_tokens_that_it_con
     assert message.spans == [[(1, 2), (2, 2)], [(2, 1)]] and message.version == 2
     [end] = [effect for effect in driver.effects if isinstance(effect, Answer)]
     assert np.frombuffer(end.frames[2], np.float32).tolist() == [-1, -2, -3, -4, -5]
+
+
+def test_the_workers_of_another_coordinator_are_not_named_for_tokens_that_came_before_it() -> None:
+    driver = Streaming(n=3)
+    driver.tokens((0, 0, [1, 2]), ended=[(0, "stop", 2)])
+    driver.relink(8)
+    ends: list[End] = [(0, "stop", 2), (1, "length", None), (2, "length", None)]
+    message, frames = answer([], [5, 6], [7], starts=[2, 0, 0], ends=ends)
+    driver.finish((msgspec.structs.replace(message, workers=["b"]), frames))
+    message, _ = driver.whole()
+    assert (message.workers, message.places) == (["b"], [[], [(0, 0)], [(0, 0)]])
 
 
 def test_the_log_probabilities_of_a_prompt_stay_those_of_the_weights_that_computed_its_first_token() -> None:

@@ -178,6 +178,11 @@ class ReceivedTokens:
             parts += self._missing(answer.id, number, rest)
             whole.append(sequence.answered(rest.end))
         prompts = self.prompts | read_prompts(answer, frames, self._request) | kept
+        starts = [sequence.start for sequence in self.sequences]
+        if answer.workers and not answer.places and starts != [rest.start for rest in rests]:
+            # Its first worker generated all of the rest; of the tokens before that nothing is known.
+            places = [[(0, rest.start)] if rest.stop > rest.start else [] for rest in rests]
+            answer = msgspec.structs.replace(answer, places=places)
         asked = self._request  # no stream has routed experts
         return parts, *write_generated(
             answer, whole, asked.logprobs, asked.top_logprobs, prompts, hidden_states=asked.hidden_states
