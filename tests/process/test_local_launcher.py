@@ -119,7 +119,6 @@ def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> No
     assert worker.wait(PATIENCE_S) == 0
     path = scene.record(worker.pid, created=created)
     assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
-    assert not path.exists()
     psutil.wait_procs([left], PATIENCE_S)
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
 
@@ -160,9 +159,52 @@ def test_a_worker_whose_slot_was_removed_is_ended(scene: Scene, capfd: pytest.Ca
     worker = scene.stranger()
     path = scene.record(worker.pid, index=1, created=records.created_at(worker.pid))
     assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 1, path.stem, lives=False)]
-    assert not path.exists()
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
-    assert f"worker {path.stem} is ended: the configuration has no worker g-1\n" in capfd.readouterr().err
+    line = f"worker {path.stem} is ended: the configuration has no worker g-1\n"
+    assert line in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["without the slot", "with the slot"])
+def test_no_worker_is_started_before_the_sessions_of_earlier_ones_have_ended(
+    scene: Scene, config: str, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    """What is left may hold a GPU. A process that is killed may take seconds to give its memory back."""
+    worker = scene.stranger()
+    left = scene.stranger()
+    index = 0 if config == "with the slot" else 1
+    created = records.created_at(worker.pid)
+    path = scene.record(worker.pid, index=index, created=created)
+    if index == 0:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait(PATIENCE_S)
+    members = [left.pid]
+
+    def session_member(_: int) -> int | None:
+        return members[0] if members else None
+
+    monkeypatch.setattr(records, "session_member", session_member)
+
+    async def story() -> None:
+        launcher = LocalLauncher(LauncherContext(scene.config, scene.directory, "ipc://nowhere", None, scene.exited.append))
+        launcher.adopt()
+        first = len(children)
+        assert launcher.start("g", 0, "g-0.2.1")
+        if index == 1:
+            await asyncio.to_thread(worker.wait, PATIENCE_S)
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert len(children) == first and path.exists(), "one of the session is still there"
+        members.clear()
+        left.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(children) == first:
+                await asyncio.sleep(0.01)
+        assert not path.exists()
+        launcher.stop_all()
+
+    asyncio.run(story())
+    for child in children:
+        child.wait(PATIENCE_S)
 
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,12 @@ from enginepool.coordinator.launchers.exit_reasons import (
 )
 from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usable, is_wanted
 from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
+from enginepool.coordinator.launchers.leftovers import Leftovers
 from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.coordinator.shell.adapter_store import STORE
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
-from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, kill_session, read_record
+from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, read_record
 from enginepool.host.fork_server import ForkServer
 from enginepool.host.kernel_caches import cache_variables
 
@@ -83,6 +84,7 @@ class LocalLauncher:
         self._records = directory / "workers"
         self._logs = directory / "logs"
         self._gpus = allocate_gpus(config.groups, visible_gpus())
+        self._leftovers = Leftovers()
         self._workers: dict[str, _Worker] = {}
         #: workers that are started when their fork server is ready
         self._waiting: set[str] = set()
@@ -117,7 +119,9 @@ class LocalLauncher:
                 continue
             # Another process may have the pid by now, but not while the session of the worker has members.
             if record.here and (not psutil.pid_exists(record.pid) or exists(record.pid, record.created)):
-                kill_session(record.pid)
+                self._leftovers.end(record, path)
+            else:
+                path.unlink()
             if lives:
                 name = f"{record.group}-{record.index}"
                 log(f"worker {record.incarnation} is ended: the configuration has no worker {name}")
@@ -125,7 +129,6 @@ class LocalLauncher:
                 last = cause(None, self.last_line(record.incarnation))
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
             found.append(EarlierWorker(record.group, record.index, record.incarnation, lives=False))
-            path.unlink()
         return found
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
@@ -136,7 +139,7 @@ class LocalLauncher:
                 self._waiting.remove(incarnation)
                 self._launch(group, index, incarnation, weights, server)
 
-        self._when_usable(group, index, launch)
+        self._leftovers.when_gone(lambda: self._when_usable(group, index, launch))
         return incarnation in self._waiting or incarnation in self._workers
 
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
