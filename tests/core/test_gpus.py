@@ -102,6 +102,26 @@ def test_each_worker_gets_as_many_gpus_as_its_engine_needs_and_none_twice(
 
 
 @pytest.mark.parametrize(
+    ("groups", "used", "expected"),
+    [
+        # A group before has one worker more than when the workers were started.
+        ({"a": group(2), "b": group(1)}, {("a", 0): "0", ("b", 0): "1"}, {"a": ["0", "2"], "b": ["1"]}),
+        ({"b": pair(1), "a": group(2)}, {("a", 0): "0", ("a", 1): "2"}, {"b": ["1,3"], "a": ["0", "2"]}),
+        # It is not what the engine needs now, or a group names it, or it is there no more.
+        ({"a": pair(1), "b": group(1)}, {("a", 0): "1"}, {"a": ["0,1"], "b": ["2"]}),
+        ({"a": group(1), "b": group(1, gpus=["2"])}, {("a", 0): "2"}, {"a": ["0"], "b": ["2"]}),
+        ({"a": group(1)}, {("a", 0): "7"}, {"a": ["0"]}),
+        ({"a": group(1)}, {("a", 0): "", ("a", 3): "0", ("c", 0): "0"}, {"a": ["0"]}),
+        ({"a": group(1, gpus=["3"])}, {("a", 0): "0"}, {"a": ["3"]}),
+    ],
+)
+def test_workers_that_run_keep_their_gpus(
+    groups: dict[str, GroupConfig], used: dict[tuple[str, int], str], expected: dict[str, list[str]]
+) -> None:
+    assert allocate_gpus(groups, FOUR, used) == expected
+
+
+@pytest.mark.parametrize(
     ("groups", "visible", "line"),
     [
         (

@@ -207,6 +207,49 @@ def test_no_worker_is_started_before_the_sessions_of_earlier_ones_have_ended(
         child.wait(PATIENCE_S)
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+def test_an_adopted_worker_keeps_its_gpu_and_no_other_worker_gets_it(
+    scene: Scene, slot: int, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    """The group before its own has one worker more in the new configuration."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    before = scene.config.groups["g"]
+    other = GroupConfig(model="none", workers=2, fork_server=False)
+    groups = {"other": other, "g": msgspec.structs.replace(other, workers=1, options=before.options)}
+    scene.config = msgspec.structs.replace(scene.config, groups=groups)
+    worker = scene.stranger()
+    scene.record(worker.pid, created=records.created_at(worker.pid), gpus="1")
+    seen: list[dict[str, str]] = []
+
+    def adopt(launcher: LocalLauncher) -> list[EarlierWorker]:
+        found = launcher.adopt()
+        seen.append(launcher._environment("other", slot))  # pyright: ignore[reportPrivateUsage]
+        assert answers(worker)
+        launcher.stop_all()
+        return found
+
+    assert [one.lives for one in scene.run(adopt)] == [True]
+    assert seen[0]["CUDA_VISIBLE_DEVICES"] == ["0", "2"][slot]
+    for child in children:
+        child.kill()
+        child.wait(PATIENCE_S)
+
+
+def test_a_worker_whose_gpu_is_another_worker_s_now_is_ended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    group = GroupConfig(model="none", fork_server=False)
+    groups = {"other": msgspec.structs.replace(group, gpus=["1"]), "g": group}
+    scene.config = msgspec.structs.replace(scene.config, groups=groups)
+    worker = scene.stranger()
+    path = scene.record(worker.pid, created=records.created_at(worker.pid), gpus="1")
+    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    line = f"worker {path.stem} is ended: the configuration gives g-0 GPU 0, and it has 1\n"
+    assert line in capfd.readouterr().err
+
+
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scene.stranger()
     created = records.created_at(worker.pid)
@@ -378,6 +421,34 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
     asyncio.run(story())
     assert [child.poll() for child in children] == [0, 0]
     assert list((tmp_path / "stagers").glob("*.json")) == []
+
+
+@pytest.mark.parametrize("gpus", ["0", "1"])
+def test_a_stager_whose_gpu_is_another_worker_s_now_is_started_again_with_its_own(
+    gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.COMMAND", sleeps)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "stagers").mkdir()
+    path = tmp_path / "stagers" / "g.0.json"
+    earlier = subprocess.Popen(sleeps, start_new_session=True)
+    record = {"pid": earlier.pid, "created": records.created_at(earlier.pid), "host": host_identity(), "gpus": gpus}
+    path.write_bytes(msgspec.json.encode(record))
+
+    async def story() -> None:
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
+        stagers.ensure("g.0", {"CUDA_VISIBLE_DEVICES": "1"}, device="cuda", gpus=1)
+        async with asyncio.timeout(PATIENCE_S):
+            while gpus == "0" and not (path.exists() and b'"gpus":"1"' in path.read_bytes()):
+                await asyncio.sleep(0.01)
+        assert (earlier.poll() is None) == (gpus == "1")
+        stagers.end()
+
+    asyncio.run(story())
+    for child in children:
+        child.wait(PATIENCE_S)
 
 
 def test_stagers_that_have_ended_in_time_do_not_end_those_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

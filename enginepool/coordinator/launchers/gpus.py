@@ -25,11 +25,17 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     return names[:end]
 
 
-def allocate_gpus(groups: Mapping[str, GroupConfig], visible: Sequence[str]) -> dict[str, list[str]]:
+def allocate_gpus(
+    groups: Mapping[str, GroupConfig], visible: Sequence[str], used: Mapping[tuple[str, int], str] | None = None
+) -> dict[str, list[str]]:
     """CUDA_VISIBLE_DEVICES of each worker, by group. The workers of a group that is not in it get no GPUs of their own.
 
     A group with `gpus` keeps them, and they are given to no other group. Each other worker that uses GPUs gets as many as its
     engine needs, in the order of the groups. Without visible GPUs nothing is allocated.
+
+    Args:
+        used: what workers have that run, by group and index. They keep it where it still is as much as their engine needs, and
+            no group names it.
 
     Raises:
         ConfigError: more GPUs are needed than are visible, or `gpus` names one that is not visible.
@@ -58,13 +64,20 @@ def allocate_gpus(groups: Mapping[str, GroupConfig], visible: Sequence[str]) -> 
             f"groups: {each} need {needed} GPUs, and of {present} {left}: lower workers or options.tp_size, set "
             'device = "cpu", or name GPUs to share in gpus'
         )
-    position = 0
+    slots = [(name, index) for name in wanting for index in range(groups[name].workers)]
+    kept: dict[tuple[str, int], list[str]] = {}
+    for slot in slots:
+        names = _names([(used or {}).get(slot, "")])
+        if len(names) == gpus_per_worker(groups[slot[0]]) and set(names) <= set(free):
+            kept[slot] = names
+            free = [gpu for gpu in free if gpu not in names]
     for name in wanting:
-        step = gpus_per_worker(groups[name])
         allocated[name] = []
-        for _ in range(groups[name].workers):
-            allocated[name].append(",".join(free[position : position + step]))
-            position += step
+    for slot in slots:
+        if slot not in kept:
+            step = gpus_per_worker(groups[slot[0]])
+            kept[slot], free = free[:step], free[step:]
+        allocated[slot[0]].append(",".join(kept[slot]))
     return allocated
 
 

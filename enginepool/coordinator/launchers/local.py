@@ -61,6 +61,8 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
     group: str
     index: int
     incarnation: str
+    #: the GPUs that the pool gave it, as CUDA_VISIBLE_DEVICES has them; "": none
+    gpus: str = ""
 
 
 class _Worker:
@@ -83,7 +85,9 @@ class LocalLauncher:
         self._key = context.key or (str(Path(config.keys).expanduser().absolute() / "worker.key") if config.keys else "")
         self._records = directory / "workers"
         self._logs = directory / "logs"
-        self._gpus = allocate_gpus(config.groups, visible_gpus())
+        earlier = [read_record(path, WorkerRecord) for path in self._records.glob("*.json")]
+        used = {(record.group, record.index): record.gpus for record in earlier if record is not None and record.lives}
+        self._gpus = allocate_gpus(config.groups, visible_gpus(), used)
         self._leftovers = Leftovers()
         self._workers: dict[str, _Worker] = {}
         #: workers that are started when their fork server is ready
@@ -110,7 +114,9 @@ class LocalLauncher:
                 continue
             config = self._config.groups.get(record.group)
             lives = record.lives
-            if lives and config is not None and record.index < config.workers:
+            known = config is not None and record.index < config.workers
+            gpus = self._gpus_of(record.group, record.index) if known else ""
+            if lives and known and record.gpus == gpus:
                 self._watch(record, ChildProcess(record.pid))
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
                 self._when_usable(record.group, record.index)  # for its successor
@@ -124,7 +130,8 @@ class LocalLauncher:
                 path.unlink()
             if lives:
                 name = f"{record.group}-{record.index}"
-                log(f"worker {record.incarnation} is ended: the configuration has no worker {name}")
+                gives = f"gives {name} GPU {gpus or 'none'}, and it has {record.gpus or 'none'}"
+                log(f"worker {record.incarnation} is ended: the configuration {gives if known else f'has no worker {name}'}")
             else:
                 last = cause(None, self.last_line(record.incarnation))
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
@@ -161,7 +168,8 @@ class LocalLauncher:
                 spec = self._spec(group, index, incarnation, weights, self._stager(group, index, environment))
                 environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()
                 process = self._start_process(environment, output, server)
-            record = WorkerRecord.of(process.pid, group=group, index=index, incarnation=incarnation)
+            gpus = self._gpus_of(group, index)
+            record = WorkerRecord.of(process.pid, group=group, index=index, incarnation=incarnation, gpus=gpus)
             record.write(self._path(incarnation))
         except OSError as error:
             # The next coordinator would not find a worker without a record.
@@ -220,15 +228,18 @@ class LocalLauncher:
         """The environment variables of a worker and of its stager."""
         config = self._config.groups[group]
         environment = os.environ | (cache_variables(config.kernel_cache) if config.kernel_cache else {})
-        gpus = self._gpus.get(group)
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[index]
+        if group in self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus_of(group, index)
         elif config.engine == "sglang":
             # By default each engine on a CPU starts a thread for every core, and the threads of all engines compete.
             workers = sum(other.workers for other in self._config.groups.values())
             threads = max(1, len(os.sched_getaffinity(0)) // workers)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         return environment
+
+    def _gpus_of(self, group: str, index: int) -> str:
+        """The GPUs of a worker slot, as CUDA_VISIBLE_DEVICES has them; "": it gets none of its own."""
+        return self._gpus[group][index] if group in self._gpus else ""
 
     def _stager(self, group: str, index: int, environment: Mapping[str, str]) -> str:
         """The socket of the stager of this worker; "" where updates are impossible."""

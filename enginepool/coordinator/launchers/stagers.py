@@ -30,12 +30,19 @@ FINISH_S = 600.0
 CONNECT_S = 0.1
 
 
+class StagerRecord(ProcessRecord, frozen=True, kw_only=True):
+    """A stager process as written to disk. `gpus`: that it sees, as CUDA_VISIBLE_DEVICES has them; "": it uses none, or all."""
+
+    gpus: str = ""
+
+
 class _Stager:
     """How to start the stager of one worker, and what runs now."""
 
-    def __init__(self, spec: bytes, environment: Mapping[str, str], worker: str) -> None:
+    def __init__(self, spec: bytes, environment: Mapping[str, str], worker: str, gpus: str) -> None:
         self.spec = spec
         self.environment = environment
+        self.gpus = gpus
         #: the name of its worker
         self.worker = worker
         self.process: ChildProcess | None = None
@@ -81,10 +88,14 @@ class Stagers:
                 "lifeline_fd": self._lifeline,
                 "orphan_s": self._orphan_s,
             }
-            self._stagers[slot] = _Stager(msgspec.json.encode(spec), environment, worker)
-            record = read_record(self._record(slot), ProcessRecord)
+            visible = "" if device == "cpu" else environment.get("CUDA_VISIBLE_DEVICES", "")
+            self._stagers[slot] = _Stager(msgspec.json.encode(spec), environment, worker, visible)
+            record = read_record(self._record(slot), StagerRecord)
             if record is not None and record.lives:
-                self._runs(slot, ChildProcess(record.pid))
+                process = ChildProcess(record.pid)
+                self._runs(slot, process)
+                if record.gpus != visible:  # those are another worker's now; it is started again with its own
+                    process.kill()
         self._start(slot)
         return path
 
@@ -94,7 +105,7 @@ class Stagers:
             self._directory.mkdir(exist_ok=True)
             for slot, stager in self._stagers.items():
                 if stager.process is not None:
-                    ProcessRecord.of(stager.process.pid).write(self._record(slot))
+                    StagerRecord.of(stager.process.pid, gpus=stager.gpus).write(self._record(slot))
 
     def check(self, slot: str) -> None:
         """Raises ConfigError: the names of the state directory and of the group are too long for the socket of a stager."""
@@ -147,7 +158,7 @@ class Stagers:
             with open(self._logs / _log_of(slot), "ab") as output:
                 environment = {**stager.environment, "ENGINEPOOL_STAGER": stager.spec.decode()}
                 process = ChildProcess.start(COMMAND, environment, log=output, lifeline=self._lifeline)
-            ProcessRecord.of(process.pid).write(self._record(slot))
+            StagerRecord.of(process.pid, gpus=stager.gpus).write(self._record(slot))
         except OSError as error:
             if process is not None:
                 process.kill()  # the next coordinator would not find it
