@@ -86,6 +86,12 @@ class PublisherContext:
     current: CurrentUpdate | None = None
     _store: Any = None
 
+    @property
+    def finish_s(self) -> float:
+        """Seconds for `finish`. A rank above 0 leaves it to rank 0, which has so many until all ranks have begun, all is sent,
+        and the update has ended."""
+        return self.timeout if self.connection is not None else self.rank_timeout + 2 * self.timeout
+
     def heartbeats(self, version: int | None, lost: Callable[[Exception], None]) -> Heartbeats | None:
         """Heartbeats of the next update; None with one trainer rank. Raises BadRequest: the trainer's group has no store."""
         group = self.trainer_group

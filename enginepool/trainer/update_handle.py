@@ -125,16 +125,16 @@ class UpdateHandle:
         """Commit: wait for the transfer, then the group is held and loads. Every later answer is computed by this version.
 
         Args:
-            timeout: seconds; None: the publisher's own `timeout`, which rank 0 keeps for all trainer ranks.
+            timeout: seconds; None: the publisher's own, or above rank 0 the time that rank 0 has for the whole update.
 
         Raises:
             UpdateAborted, WeightsRefused: the old weights serve on; the message says why.
             DeadlineExceeded: it took longer than `timeout`; the message says whether it may have been committed.
         """
-        seconds = check_timeout(timeout) or self._context.timeout
+        seconds = check_timeout(timeout) or self._context.finish_s
         self._tell(UpdateCommit, self._context.loop.time() + seconds)
         try:
-            await asyncio.wait([self._final], timeout=timeout if self._context.connection is None else None)
+            await asyncio.wait([self._final], timeout=seconds if self._context.connection is None else None)
             if not self._final.done():
                 self._cause = DeadlineExceeded(f"the update did not end in {seconds:g} s; whether it was committed is unknown")
                 await self.abort()

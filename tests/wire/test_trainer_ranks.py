@@ -70,6 +70,7 @@ def test_all_ranks_train_on_once_all_is_sent_before_any_of_them_finishes(updates
     [
         ("trains, aborts", "UpdateAborted: the update to version 1 was aborted: no memory"),
         ("trains, late", "DeadlineExceeded: the update did not end in 0.1 s; whether it was committed is unknown"),
+        ("trains, waits", "DeadlineExceeded: the update did not end in 0.7 s; whether it was committed is unknown"),
     ],
 )
 def test_a_rank_that_leaves_after_all_is_sent_ends_the_update_on_all(updates: FakeUpdates, way: str, own: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -82,7 +83,7 @@ def main(said: Connection, rank: int, meeting: str, address: str, fault: str, er
                     if fault.startswith("trains"):
                         handle = await publisher.start(source, mine, transfer=transfer)
                         await handle.sent()
-                        if fault in ("trains, aborts", "trains, late") and version == 1:
+                        if fault in ("trains, aborts", "trains, late", "trains, waits") and version == 1:
                             await fail_on_rank_1(handle, rank, fault)
                         await asyncio.to_thread(dist.barrier)  # the next step of the training is a collective
                         record = await handle.finish()
@@ -109,6 +110,10 @@ async def fail_on_rank_1(handle: UpdateHandle, rank: int, fault: str) -> None:
     """Rank 1 leaves the update, or waits for its end in vain, while rank 0 has not called `finish`; raises what each hears."""
     if rank == 1 and fault == "trains, aborts":
         await handle.abort("no memory")
+    elif rank == 1 and fault == "trains, waits":
+        context = handle._context  # pyright: ignore[reportPrivateUsage]
+        with patch.object(context, "timeout", 0.3), patch.object(context, "rank_timeout", 0.1):
+            await handle.finish()
     elif rank == 1:
         await handle.finish(0.1)
     await asyncio.wait([handle._final])  # pyright: ignore[reportPrivateUsage]
