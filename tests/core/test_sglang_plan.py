@@ -11,7 +11,8 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.sglang.weights.load_plan import LoadPlan, digest_of_tensor
 from enginepool.workers.sglang.weights.load_watch import Unplannable
-from enginepool.workers.sglang.weights.model_inspection import findings
+from enginepool.workers.sglang.weights.model_inspection import part_findings
+from enginepool.workers.sglang.weights.rank_answers import whole_findings
 
 torch: Any = importlib.import_module("torch")
 
@@ -136,6 +137,43 @@ def test_a_load_that_computes_is_not_understood(extra: Load, why: str) -> None:
     assert same(before, state(model))
 
 
+def findings(*models: Any) -> list[Finding]:
+    """Of the ranks of an engine: (model, plan) of each."""
+    return whole_findings([part_findings(model, plan) for model, plan in models])
+
+
+def test_a_tensor_is_zero_only_where_the_parts_of_all_ranks_are() -> None:
+    class Half(torch.nn.Module):
+        """Half of each row, and all of the norm."""
+
+        def __init__(self, rank: int) -> None:
+            torch.nn.Module.__init__(self)
+            self.rank = rank
+            self.q = torch.nn.Parameter(torch.ones(3, 2), requires_grad=False)
+            self.norm = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+            for name, tensor in weights:
+                part = tensor if name == "norm" else tensor.narrow(1, 2 * self.rank, 2)
+                getattr(self, name).data.copy_(part)
+
+    tensors = [Tensor("q", "float32", (3, 4)), Tensor("norm", "float32", (4,))]
+    first, second = (Half(rank) for rank in range(2))
+    ranks = [(model, LoadPlan(model, tensors)) for model in (first, second)]
+    first.q.zero_()
+    assert findings(*ranks) == [], "the other half is not zero"
+    second.q.zero_()
+    assert findings(*ranks) == [Finding("q", "zero", 12)]
+    for model in (first, second):
+        model.q[0] = model.norm[0] = float("nan")
+    assert findings(*ranks) == [Finding("q", "nan", 4), Finding("norm", "nan", 1)]
+    for model in (first, second):
+        model.q.fill_(1.0)
+        model.norm.fill_(1.0)
+    second.norm.zero_()
+    assert findings(*ranks) == [Finding("norm", "zero", 4)], "both hold all of it, and one of them has lost it"
+
+
 def test_all_parts_of_a_tensor_are_looked_at_and_one_that_is_held_twice_counts_once() -> None:
     class Fused(torch.nn.Module):
         def __init__(self) -> None:
@@ -157,15 +195,15 @@ def test_all_parts_of_a_tensor_are_looked_at_and_one_that_is_held_twice_counts_o
     plan = LoadPlan(model, tensors)
     model.experts[2, 0, 1] = float("nan")
     model.embed[0, 0] = model.head[0, 0] = float("inf")
-    assert findings(model, plan) == [Finding("experts", "nan", 1), Finding("embed", "infinity", 1)]
+    assert findings((model, plan)) == [Finding("experts", "nan", 1), Finding("embed", "infinity", 1)]
     model.embed[0, 0] = 1.0
-    assert findings(model, plan)[1] == Finding("embed", "infinity", 1), "one of the places alone"
+    assert findings((model, plan))[1] == Finding("embed", "infinity", 1), "one of the places alone"
     model.experts.fill_(1.0)
     model.head.zero_()
     model.experts[0] = 0.0
-    assert findings(model, plan) == [Finding("embed", "zero", 6)], "one expert of four is zero"
+    assert findings((model, plan)) == [Finding("embed", "zero", 6)], "one expert of four is zero"
     model.experts.zero_()
-    assert findings(model, plan)[0] == Finding("experts", "zero", 48)
+    assert findings((model, plan))[0] == Finding("experts", "zero", 48)
 
 
 def test_constants_are_filled_in_again() -> None:

@@ -331,5 +331,15 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
             np.testing.assert_array_equal(chunk.values.reshape(chunk.shape), given.tensors[name].numpy())
             part = engine.call("do", "tensor", name, 7, 50)
             np.testing.assert_array_equal(part.values, given.tensors[name].numpy().reshape(-1)[7:57])
+        tensors = {name: tensor.clone() for name, tensor in subject.drawn(25).tensors.items()}
+        half_zero, torn, norm = (
+            f"model.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj", "input_layernorm")
+        )
+        tensors[half_zero][:, : tensors[half_zero].shape[1] // 2] = 0.0  # all that one rank holds of it
+        tensors[torn][0, 0] = tensors[torn][0, -1] = tensors[norm][0] = float("nan")
+        wrong = Given(tmp_path, tensors)
+        subject.load_weights(wrong.weights, 5, wrong.digest)
+        _, found = engine.call("do", "inspect", "validate")
+        assert sorted(found, key=lambda one: one.count) == [Finding(norm, "nan", 1), Finding(torn, "nan", 2)]
     finally:
         engine.end()

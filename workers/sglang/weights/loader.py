@@ -31,7 +31,7 @@ from enginepool.workers.sglang.weights.completeness import incomplete_load
 from enginepool.workers.sglang.weights.lent_memory import LentMemory
 from enginepool.workers.sglang.weights.load_plan import LoadPlan, addresses, rebound, refuse_rebinding
 from enginepool.workers.sglang.weights.load_watch import Unplannable, Unrepeatable
-from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
+from enginepool.workers.sglang.weights.model_inspection import digests, part_findings, part_of, why_not_comparable
 from enginepool.workers.sglang.weights.prepared_load import PreparedLoad, manifest_of, open_regions, sealed
 from enginepool.workers.sglang.weights.saved_state import rearranged, save_later
 from enginepool.workers.sglang.weights.ticket_answers import first_line, write_answer
@@ -309,8 +309,8 @@ class ModelWeights:
         return {"digests": digests(self._model, self._plan, self._manifest), "why": why, "absent": absent}
 
     def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """What is wrong with the weights in the model."""
-        return {"findings": msgspec.to_builtins(findings(self._model, self._plan))}
+        """What is wrong with the parts of the weights that are in this model."""
+        return part_findings(self._model, self._plan)
 
     def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Elements of a tensor by its checkpoint name; with several ranks each has a part, or all of it, or none."""

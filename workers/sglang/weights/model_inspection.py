@@ -10,7 +10,6 @@ from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import Digest, DigestBatch, Findings
 from enginepool.workers.sglang.weights.load_plan import LoadPlan, digest_of_tensor
 
@@ -58,30 +57,29 @@ def _parts(model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> Ite
         yield f"{tensor.name} {[copy[1:4] for copy in copies]}", read
 
 
-def findings(model: Any, plan: LoadPlan | None) -> list[Finding]:
-    """What is wrong with it: of whole tensors, also where their parts are in several places."""
+def part_findings(model: Any, plan: LoadPlan | None) -> dict[str, Any]:
+    """What is wrong with the parts of tensors that are here, as `rank_answers.whole_findings` takes it.
+
+    `wrong`: (tensor, kind, part, count), once for a part that was copied to several places. `filled`: by tensor, its parts here
+    that are not zero in any of their places. Parts have the same names in all ranks.
+    """
     if plan is None:
-        parts = [(name, (), parameter.detach()) for name, parameter in model.named_parameters()]
+        own = f"of process {os.getpid()}"
+        parts = [(name, own, parameter.detach()) for name, parameter in model.named_parameters()]
     else:
         copies = ((name, copy) for name, copies in plan.copies.items() for copy in copies if copy.fill is None)
-        parts = [(name, copy[1:4], copy.target) for name, copy in copies]
+        parts = [(name, str(copy[1:4]), copy.target) for name, copy in copies]
     looked = Findings()
     looked.add(DigestBatch([str(i) for i in range(len(parts))], [target for _, _, target in parts]))
-    #: by tensor and kind: the count in each part, once for a part that was copied to several places
-    counts: dict[tuple[str, str], dict[tuple[Any, ...], int]] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     for finding in looked.found():
         name, part, _ = parts[int(finding.name)]
-        of_parts = counts.setdefault((name, finding.kind), {})
-        of_parts[part] = max(of_parts.get(part, 0), finding.count)
-    sizes: dict[str, dict[tuple[Any, ...], int]] = {name: {} for name, kind in counts if kind == "zero"}
+        counts[name, finding.kind, part] = max(counts.get((name, finding.kind, part), 0), finding.count)
+    filled: dict[str, list[str]] = {}
     for name, part, target in parts:
-        if name in sizes:
-            sizes[name][part] = target.numel()
-    return [
-        Finding(name, kind, sum(of_parts.values()))  # type: ignore[arg-type]
-        for (name, kind), of_parts in counts.items()
-        if kind != "zero" or sum(of_parts.values()) == sum(sizes[name].values())
-    ]
+        if target.numel() and (name, "zero", part) not in counts:
+            filled.setdefault(name, []).append(part)
+    return {"wrong": [(*key, count) for key, count in counts.items()], "filled": filled}
 
 
 def part_of(name: str, model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ from enginepool.workers.engine_weights import Chunk, LoadTimes, ModelTensors, Ne
 from enginepool.workers.sglang.host.processes import Processes
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 from enginepool.workers.sglang.weights.answer_files import AnswerFiles
+from enginepool.workers.sglang.weights.rank_answers import raise_first, whole_findings
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
 IDLE_S = 30.0
@@ -142,7 +143,7 @@ class SglangWeights:
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
         """The second answers to tickets that are carried out while the engine serves. Raises EngineError."""
         paths = self._answers.name("later", len(tickets))
-        _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
+        raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
             async with asyncio.timeout(seconds):
                 pause = _LOOK_S
@@ -152,7 +153,7 @@ class SglangWeights:
         except TimeoutError:
             raise EngineError(f"{late} within {seconds:g} s") from None
         answers = [self._answers.take(path) for path in paths]
-        _raise_first(answers)
+        raise_first(answers)
         return answers
 
     async def prepare_load(self, weights: NewWeights) -> float:
@@ -167,7 +168,7 @@ class SglangWeights:
         tickets = [asked | {"regions": regions, "manifest": manifest} for regions in self._of_each_rank(weights)]
         while True:
             answers = await self._ask(*tickets)
-            _raise_first(answers)
+            raise_first(answers)
             if all(answer["done"] for answer in answers):
                 self._prepared = weights, name
                 return max(answer["seconds"] for answer in answers)
@@ -242,7 +243,7 @@ class SglangWeights:
 
     async def confirm(self) -> None:
         """Return once the schedulers have carried out all that they were sent before. Raises EngineError, EngineDied."""
-        _raise_first(await self._ask({"do": "confirm"}))
+        raise_first(await self._ask({"do": "confirm"}))
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
@@ -252,14 +253,13 @@ class SglangWeights:
                 raise NotComparable(f"not comparable: {why}")
             return digest, []
         answers = await self._ask({"do": what})
-        _raise_first(answers)
-        found = {tuple(finding.items()): Finding(**finding) for answer in answers for finding in answer["findings"]}
-        return "", list(found.values())
+        raise_first(answers)
+        return "", whole_findings(answers)
 
     async def _digest(self) -> tuple[str, str]:
         """(the digest of what is in all ranks together, why it is not that of what was sent, or ""). Raises EngineError."""
         answers = await self._ask({"do": "digest"})
-        _raise_first(answers)
+        raise_first(answers)
         parts = {name: digest for answer in answers for name, digest in answer["digests"]}
         why = next((answer["why"] for answer in answers if answer["why"]), "")
         # A tensor that is absent in one rank may be in another one.
@@ -272,7 +272,7 @@ class SglangWeights:
         """Elements of one weight by its checkpoint name, put together from all ranks. Raises EngineError."""
         answers = await self._ask({"do": "tensor", "name": name, "offset": offset, "count": count})
         answers = [answer for answer in answers if answer.get("kind") != "Absent"] or answers
-        _raise_first(answers)
+        raise_first(answers)
         values = np.zeros(len(answers[0]["data"]) // 4, np.float32)
         for answer in answers:
             part, here = np.frombuffer(answer["data"], np.float32), np.frombuffer(answer["here"], np.bool_)
@@ -337,9 +337,3 @@ class _NoTensor:
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         torch: Any = importlib.import_module("torch")
         return torch.Tensor, ()
-
-
-def _raise_first(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        if "error" in answer:
-            raise EngineError(answer["error"])
