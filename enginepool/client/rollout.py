@@ -149,6 +149,7 @@ class Rollout:
             await self._look()
         finally:
             self._open -= len(drafts)
+            self._heard.set()  # another caller may wait for a group that does not come
         stale = [draft for draft in drafts if self._drop_stale(draft)]
         for draft in stale:
             drafts.remove(draft)

@@ -369,6 +369,29 @@ def test_a_rollout_that_is_left_while_a_take_looks_at_ages_generates_nothing_mor
     assert len(looks) == 3 and len(coordinator.asked) == 2
 
 
+def test_a_call_for_a_group_ends_where_another_take_has_the_last_ones_and_looks_at_their_age(
+    coordinator: RolloutCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.groups = [GroupStatus("g", version=3)]
+    look, looks = Rollout._look, list[Rollout]()  # pyright: ignore[reportPrivateUsage]
+    others: list[asyncio.Task[RolloutGroup | None]] = []
+
+    async def ask(rollout: Rollout) -> None:
+        looks.append(rollout)
+        if len(looks) == 3:  # both groups are held
+            others.append(asyncio.create_task(rollout.next_group()))
+        await look(rollout)
+
+    monkeypatch.setattr(Rollout, "_look", ask)
+
+    async def main(pool: Pool) -> None:
+        rollout = pool.rollout([[11], [12]], 2, reward=length, max_staleness=0, max_new_tokens=2)
+        await taken(rollout, 2)
+        assert await asyncio.wait_for(others[0], 10) is None
+
+    scene(coordinator, main)
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "said"),
     [
