@@ -81,8 +81,9 @@ class Generations(Sequence[tuple[Generation, ...]]):
         usage: sequences and tokens.
         timings: time in the queue, and in the engines.
         prompt_logprobs: if asked for, of each prompt float32 [its tokens]: the logarithm of the probability of each token given
-            those before it, NaN for the first one. A prompt of which this call generated no token has those of `continue_from`,
-            where that has some, else None; so may one with sequences that were `interrupted`.
+            those before it, NaN for the first one, by the weights of its first token. So a prompt of which `continue_from` has
+            tokens has those of `continue_from`, where that has some. One of which this call generated no token has else None;
+            so may one with sequences that were `interrupted`.
         prompt_top_ids, prompt_top_logprobs: if both are asked for, of each prompt int32 and float32 [its tokens, k]: in the
             place of each token the k most probable ones; −1 and NaN for the first one. None as in `prompt_logprobs`.
         workers: names of the workers that generated tokens in this call, as in `enginepool status`; of very many the first
@@ -194,7 +195,12 @@ def _of_prompts(found: Mapping[int, Buffer], count: int, request: Generate, earl
     if not request.prompt_logprobs:
         return [None] * 3
     known = earlier.prompts or [(None, None, None)] * count
-    rows = [read_arrays(found[at], request.top_logprobs) if at in found else known[at] for at in range(count)]
+    rows = list(known)
+    for at, columns in found.items():
+        # By the weights of the first token: where it was handed in, what is known of its prompt stays.
+        samples = earlier.sequences[at * request.n : (at + 1) * request.n]
+        if known[at][0] is None or not any(len(one.token_ids) for one in samples):
+            rows[at] = read_arrays(columns, request.top_logprobs)
     columns = [*zip(*rows, strict=True)]
     return columns if request.top_logprobs else [columns[0], None, None]
 

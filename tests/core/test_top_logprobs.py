@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from enginepool.client.generations import Continued, Generation, read_generations
 from enginepool.client.session.charges import charge_of
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.generate import GENERATE
@@ -21,9 +22,12 @@ from enginepool.protocol.messages import (
     Generate,
     Generated,
     GenerationProgress,
+    GenerationUsage,
     Sampling,
+    SequenceEnd,
     StartGeneration,
     Step,
+    Timings,
     Tokens,
 )
 from tests.core.generations import CAN, GeneratingPool, columns, generate, prompt_columns
@@ -315,3 +319,20 @@ def test_what_was_taken_back_meanwhile_is_ignored() -> None:
     pool.do(ev.CancelAsked(0, client, 1))
     pool.step(link, (task, 0, 0, [1], ""), prompts=[(task, OF_PROMPT)])
     assert pool.machine.core.worker_links
+
+
+@pytest.mark.parametrize(("has", "known", "expected"), [(2, True, -1.0), (2, False, -2.0), (0, True, -2.0)])
+def test_a_prompt_of_which_tokens_are_handed_in_keeps_what_is_known_of_it(has: int, known: bool, expected: float) -> None:
+    """By the weights of the first token: those that go on may be later ones."""
+    asked = Generate(1, SPECS, n=2, prompt_logprobs=True)
+    specs = [FrameSpec("output", "int32", (3,)), FrameSpec("output_lengths", "uint32", (2,))]
+    specs.append(FrameSpec("prompt_logprobs", "float32", (3,)))
+    ends, spans = [SequenceEnd(0, "length"), SequenceEnd(1, "stop")], [[(2, 3)], []]
+    message = Generated(
+        1, 2, GenerationUsage(2, 3, 3 + has), Timings(0, 0), ends, spans, specs, [0, has], prompts=[(0, 3)],
+    )  # fmt: skip
+    frames = [bytes(12), np.array([3, 0], np.uint32).tobytes(), np.array([np.nan, -2, -2], np.float32).tobytes()]
+    samples = [Generation(np.zeros(count, np.int32), None, "stop", None, ((1, count),) if count else ()) for count in (0, has)]
+    before = np.array([np.nan, -1, -1], np.float32) if known else None
+    found = read_generations(asked, Continued(samples, [(before, None, None)]), message, frames).prompt_logprobs
+    assert found is not None and found[0] is not None and found[0][1:].tolist() == [expected] * 2
