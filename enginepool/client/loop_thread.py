@@ -24,7 +24,10 @@ class LoopThread:
     def __init__(self) -> None:
         self._process = os.getpid()
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        self._thread = threading.Thread(target=_run, args=(running,), name="enginepool", daemon=True)
+        #: held while a call is given to the loop, and when the loop takes no more
+        self._lock = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, args=(running,), name="enginepool", daemon=True)
         self._thread.start()
         self._loop, self._stop = running.result()
 
@@ -40,10 +43,11 @@ class LoopThread:
             if self.is_current:
                 raise RuntimeError("this is the pool's own thread, where a call would wait for itself: call from another one")
             raise RuntimeError("this pool belongs to the process that this one was forked from; open one here")
-        if not self._thread.is_alive():
-            work.close()
-            raise PoolClosed("it is closed")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._ended or not self._thread.is_alive():
+                work.close()
+                raise PoolClosed("it is closed")
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within)
         except BaseException:  # Ctrl-C above all; raised again
@@ -61,7 +65,7 @@ class LoopThread:
         """Cancel what runs and end the thread. Idempotent."""
         if self.is_elsewhere or not self._thread.is_alive():
             return
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.post(self._stop.set)
         if not self.is_current:
             self._thread.join(_STOP_S)
 
@@ -80,12 +84,14 @@ class LoopThread:
         task = self._loop.create_task(work)
         task.add_done_callback(lambda _: self._stop.set())
 
+    def _run(self, running: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+        async def until_stopped() -> None:
+            stop = asyncio.Event()
+            running.set_result((asyncio.get_running_loop(), stop))
+            await stop.wait()
+            with self._lock:
+                self._ended = True
+            await asyncio.sleep(0)  # calls that were given to the loop before are tasks now, which its end cancels
 
-def _run(running: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
-    async def until_stopped() -> None:
-        stop = asyncio.Event()
-        running.set_result((asyncio.get_running_loop(), stop))
-        await stop.wait()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(until_stopped())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(until_stopped())

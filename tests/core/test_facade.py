@@ -1,12 +1,17 @@
 """Blocking facades have the methods, signatures and docstrings of the async classes, and a type checker knows their results."""
 
 import inspect
+import queue
+import threading
+from concurrent.futures import CancelledError
 from typing import Any, assert_type
 
 import pytest
 
 from enginepool import BlockingPool, BlockingSession, Generations, Pool, RolloutGroup, ScoreResult, Session, TokenChunk
 from enginepool.client.facade import BlockingIterator
+from enginepool.client.loop_thread import LoopThread
+from enginepool.errors import PoolClosed
 from enginepool.protocol.messages import StatusReport
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer.blocking_publisher import BlockingUpdateHandle, BlockingWeightPublisher
@@ -54,6 +59,29 @@ def test_a_blocking_stream_has_the_arguments_and_the_docstring_of_the_async_one(
 def test_a_blocking_session_has_the_arguments_and_the_docstrings_of_the_async_one(name: str) -> None:
     found, expected = getattr(BlockingSession, name), getattr(Session, name)
     assert (inspect.signature(found), inspect.getdoc(found)) == (inspect.signature(expected), inspect.getdoc(expected))
+
+
+def test_every_call_that_another_thread_makes_while_the_loop_ends_returns() -> None:
+    thread, count = LoopThread(), 16
+    begun, ended = threading.Barrier(count + 1), queue.SimpleQueue[type[BaseException]]()
+
+    async def nothing() -> None: ...
+
+    def call() -> None:
+        thread.call(nothing())
+        begun.wait()
+        while True:
+            try:
+                thread.call(nothing())
+            except BaseException as error:
+                ended.put(type(error))
+                return
+
+    for _ in range(count):
+        threading.Thread(target=call, daemon=True).start()
+    begun.wait()
+    thread.stop()
+    assert {ended.get(timeout=20) for _ in range(count)} <= {PoolClosed, CancelledError}
 
 
 def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
