@@ -149,6 +149,25 @@ def test_pauses_of_several_modes_that_overlap_and_all_fail_leave_the_group_as_it
     assert outputs(pool.step(task.link, (task, 0, 1, [8], "stop")))[1][1] == [[7, 8]]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["refused", "unanswered"])
+def test_a_pause_that_failed_does_not_undo_one_that_is_asked_while_the_journal_writes(late: bool) -> None:
+    pool, links, _ = begun(3)
+    first = commands(pause(pool, "in_place"))
+    kept(pool)
+    if late:
+        while pool.machine.core.groups["g"].holds.paused:
+            pool.do(*(ev.WorkerHeard(0, link) for link in links), ev.Heard(0, b"client1"))
+            pool.wait(0.25)
+    else:
+        for link, one in first.items():
+            pool.do(ev.WorkerSaid(0, link, Commanded(one.task, "engine_error", "no")))
+    second = pause(pool, "in_place", id=2)
+    undone = pool.wait(0.3) if late else pool.do(ev.HoldsKept(0, pool.holds.pop(0).number))
+    assert {code for _, code in rows(undone)} == {"deadline_exceeded" if late else "engine_error"}
+    assert rows(obey(pool, second)) == [("w1", ""), ("w2", "")]
+    assert pool.machine.core.groups["g"].holds.paused and not pool.tasks(pool.submit(b"client1", 9, generate(3)))
+
+
 def test_generations_of_a_worker_that_is_lost_in_a_pause_wait_in_the_queue() -> None:
     pool, links, [task] = begun(3)
     [other] = [link for link in links if link != task.link]

@@ -61,6 +61,8 @@ class OpenQuestion:
         self.pending: dict[TaskId, Worker] = {}
         #: the number of the `KeepHolds` that is to be in the journal before the answer is sent; 0: none
         self.unwritten = 0
+        #: `settle` was called, which is done once: what it undid may have been asked for again since
+        self.settled = False
 
 
 class FanOut:
@@ -128,9 +130,12 @@ class FanOut:
             self._close_if_done(opened)
 
     def _close_if_done(self, opened: OpenQuestion) -> None:
-        if not opened.pending and not opened.unwritten:
+        if opened.pending or opened.unwritten:
+            return
+        if not opened.settled:
+            opened.settled = True
             opened.unwritten = opened.question.settle()
-        if not opened.pending and not opened.unwritten:
+        if not opened.unwritten:
             self.open.remove(opened)
             message, frames = opened.question.report()
             self.core.effects.append(ToClient(opened.link, message, frames))
