@@ -36,7 +36,7 @@ from tests.core.machines import Pool, Sent, failures
 from tests.core.publishers import of_type
 from tests.core.test_exact_version import stage
 from tests.core.test_kept_generations import answered, loading
-from tests.core.test_sleeping import commands, kept, obey, rows, say
+from tests.core.test_sleeping import commands, done, kept, obey, rows, say
 from tests.core.test_worker_generations import EPOCH, Worker, kinds, said, start
 
 MODES = ["in_place", "retract"]
@@ -147,6 +147,15 @@ def test_pauses_of_several_modes_that_overlap_and_all_fail_leave_the_group_as_it
     assert not pool.machine.core.groups["g"].holds.paused
     assert [one.command for one in resumed] == ["resume"] * 2, "once, at each worker"
     assert outputs(pool.step(task.link, (task, 0, 1, [8], "stop")))[1][1] == [[7, 8]]
+
+
+def test_a_pause_is_not_confirmed_while_one_before_it_may_still_be_undone() -> None:
+    pool, _, _ = begun(3)
+    first, second = pause(pool, "in_place"), pause(pool, "in_place", id=2)
+    assert not done(pool, first, "engine_error") and not done(pool, second), "the journal has not been written"
+    reports = {one.id: one for one in of_type(kept(pool), ControlReport)}
+    assert [{row.code for row in reports[id_].workers} for id_ in (1, 2)] == [{"engine_error"}, {"busy"}]
+    assert not pool.machine.core.groups["g"].holds.paused
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["refused", "unanswered"])

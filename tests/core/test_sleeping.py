@@ -62,6 +62,13 @@ def rows(sent: list[Sent]) -> list[tuple[str, str]]:
     return [(row.name, row.code) for row in report.workers]
 
 
+def done(pool: Pool, sent: list[Sent], code: str = "") -> list[Sent]:
+    """Every worker says that it did what it was told in `sent`; the journal is not written."""
+    return [
+        one for link, asked in commands(sent).items() for one in pool.do(ev.WorkerSaid(0, link, Commanded(asked.task, code)))
+    ]
+
+
 def state(pool: Pool, name: str) -> WorkerState:
     return pool.machine.core.worker_links[name.encode()].state
 
@@ -84,6 +91,17 @@ def test_a_group_that_sleeps_holds_its_requests_and_their_deadlines_count() -> N
     woken = obey(pool, say(pool, "wake", id=2))
     assert [one for one in woken if isinstance(one.message, Batch)]
     assert results(pool.finish_all()).keys() == {1}
+
+
+@pytest.mark.parametrize("command", ["sleep", "pause"])
+def test_what_is_asked_again_is_answered_after_the_journal_has_what_was_asked_first(command: CommandName) -> None:
+    pool = Pool()
+    pool.worker("w")
+    first, second = say(pool, command), say(pool, command, id=2, link=b"new")
+    assert len(pool.holds) == 1, "it changes nothing"
+    assert not of_type(done(pool, first) + done(pool, second), ControlReport)
+    assert {one.link for one in kept(pool) if isinstance(one.message, ControlReport)} == {b"c", b"new"}
+    assert of_type(done(pool, say(pool, command, id=3)), ControlReport), "the journal has it"
 
 
 def test_no_worker_gets_work_before_all_of_its_engine_is_awake() -> None:

@@ -6,16 +6,18 @@
 - An outcome with a code is justified: the worker was not ready, was lost, or did not answer in time.
 """
 
+from collections.abc import Sequence
+
 from enginepool.client.session.events import Answer, Fail
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.effects import Effect, KeepHolds, ToClient
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.fleet.fan_out import OPEN, OPEN_EACH
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.control import ControlReport, WorkerOutcome
-from tests.sim.sleeping import SleepOracle, Wish
+from tests.sim.sleeping import ENDS, HOLDS, SleepOracle, Wish
 
 
 class SimCommand:
@@ -103,21 +105,29 @@ class CommandWatch:
     def __init__(self, machine: Machine, seconds: float) -> None:
         self.machine = machine
         self.seconds = seconds
-        #: by link and id, each time that the coordinator took the command: when, the group, and the names of its workers then
-        self._owed: dict[tuple[Link, int], list[tuple[float, str, list[str]]]] = {}
+        #: by link and id, each time that the coordinator took the command: when, the group, the names of its workers then, and
+        #: the number of the `KeepHolds` that the answer waits for, or 0
+        self._owed: dict[tuple[Link, int], list[tuple[float, str, list[str], int]]] = {}
+        #: by group, the latest `KeepHolds`; those that the journal has
+        self._holds: dict[str, int] = {}
+        self._kept: set[int] = set()
         on = machine._on  # pyright: ignore[reportPrivateUsage] (events are seen one at a time, as the machine takes them)
         real = on[ev.ControlAsked]
 
         def asked(e: ev.ControlAsked) -> None:
             group, key = machine.core.group_of(e.message.group), (e.link, e.message.id)
             before = [(opened.link, opened.question.id) for opened in machine.questions.open]
-            if group is not None and key not in before:
+            names: list[str] = []
+            if group is not None:
                 absent = [slot.name for slot in group.slots if slot.worker is None and slot.state is not SlotState.RETIRED]
                 names = sorted([*(worker.name for worker in group.workers.values()), *absent])
                 names = [name for name in names if e.message.worker in ("", name)]
-                self._owed.setdefault(key, []).append((e.now, group.name, names))
             earlier = len(machine.core.effects)
             real(e)
+            if group is not None and key not in before:
+                self._note_holds(machine.core.effects)
+                awaited = self._holds.get(group.name, 0) if e.message.command in (*HOLDS, *ENDS) else 0
+                self._owed.setdefault(key, []).append((e.now, group.name, names, awaited))
             for said in machine.core.effects[earlier:]:
                 if isinstance(said, ToClient) and isinstance(said.message, ErrorReply) and said.message.code == "busy":
                     of_link = sum(link == e.link for link, _ in before)
@@ -125,9 +135,20 @@ class CommandWatch:
                     assert (said.link, said.message.id) != key or key not in before, f"{e}: refused, although it is open"
 
         on[ev.ControlAsked] = asked
+        journaled = on[ev.HoldsKept]
 
-    def after(self) -> None:
+        def kept(e: ev.HoldsKept) -> None:
+            self._kept.add(e.number)
+            journaled(e)
+
+        on[ev.HoldsKept] = kept
+
+    def _note_holds(self, effects: Sequence[Effect]) -> None:
+        self._holds.update((effect.group, effect.number) for effect in effects if isinstance(effect, KeepHolds))
+
+    def after(self, effects: Sequence[Effect]) -> None:
         """Events were handled."""
+        self._note_holds(effects)
         for opened in self.machine.questions.open:
             lost = [worker for worker in opened.pending.values() if worker.lost]
             assert not lost, f"{opened.question} waits for workers that are lost: {lost}"
@@ -141,7 +162,9 @@ class CommandWatch:
             return
         owed = self._owed.get((effect.link, message.id))
         assert owed, f"a second report, or one without a command: {message}"
-        taken, group, names = owed.pop(0)
+        taken, group, names, awaited = owed.pop(0)
+        written = awaited in (0, *self._kept) or self.machine.core.now >= taken + self.seconds
+        assert written, f"reported before the journal has what is held: {message}"
         assert [row.name for row in message.workers] == names, f"expected outcomes of {names}, got {message.workers}"
         # A pause that was undone with another one says so in all rows, and its group goes on.
         undone = "busy" in {row.code for row in message.workers} and not self.machine.core.groups[group].holds.paused

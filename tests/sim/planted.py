@@ -62,6 +62,7 @@ SHOWN_BY = {
     "requests_outlive_their_adapter": 16,
     "a_version_is_unloaded_while_sequences_use_it": 11,
     "a_successor_forgets_what_sleeps": 51,
+    "what_changes_nothing_is_answered_at_once": 88,
     "a_paused_group_begins_what_comes": 14,
     "lanes_are_not_built_anew_where_more_can_be_packed": 54,
     "whole_rows_of_other_labels_are_believed_to_share_a_sequence": 26,

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core import transitions
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -115,6 +116,15 @@ def a_pause_is_confirmed_before_generations_are_taken_back(patch: pytest.MonkeyP
     patch.setattr(GroupHolding, "pause", pause)
 
 
+def what_changes_nothing_is_answered_at_once(patch: pytest.MonkeyPatch) -> None:
+    real = GroupHolding._set  # pyright: ignore[reportPrivateUsage]
+
+    def set_(self: GroupHolding, group: Group, holds: GroupHolds) -> int:
+        return 0 if holds == group.holds else real(self, group, holds)
+
+    patch.setattr(GroupHolding, "_set", set_)
+
+
 def generations_that_stand_still_are_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "owed", Worker.oldest)
 
@@ -122,6 +132,7 @@ def generations_that_stand_still_are_late(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mutate",
     [
+        what_changes_nothing_is_answered_at_once,
         generations_that_stand_still_are_late,
         a_paused_group_begins_what_comes,
         a_pause_is_confirmed_before_generations_are_taken_back,

@@ -97,7 +97,7 @@ class Watch:
             elif type(message) is m.StopGeneration:
                 stopped = [(message.epoch, counter) for counter in message.tasks]
                 back.update(self._generations.pop(task) for task in stopped if task in self._generations)
-        self.commands.after()
+        self.commands.after(effects)
         for group in core.groups.values():
             self._no_idle_worker(group)
             if group.trial is not self._trials.get(group.name, (None, 0))[0]:

@@ -106,7 +106,7 @@ class Machine:
             ev.PublisherSaid: publishers.said,
             ev.JournalChecked: weights.checked,
             ev.JournalWritten: weights.journaled,
-            ev.HoldsKept: self.questions.journaled,
+            ev.HoldsKept: self._holds_kept,
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
             ev.ControlAsked: self._control,
@@ -311,6 +311,10 @@ class Machine:
     def _control(self, e: ev.ControlAsked) -> None:
         self.clients.spoke(e.link)
         control(self.core, self.questions, self.holding, e)
+
+    def _holds_kept(self, e: ev.HoldsKept) -> None:
+        self.holding.journaled(e.number)
+        self.questions.journaled(e)
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)

@@ -42,6 +42,8 @@ class GroupHolding:
         self.fleet = fleet
         #: by group, how many pauses were undone
         self.undone = Counter[str]()
+        #: by group, the number of the latest `KeepHolds` that is not in the journal yet
+        self._unwritten: dict[str, int] = {}
         #: workers that refused a command: they take weights, or dropped work is in their engines
         self._refused: dict[Worker, None] = {}
 
@@ -109,13 +111,19 @@ class GroupHolding:
 
     def _set(self, group: Group, holds: GroupHolds) -> int:
         if holds == group.holds:
-            return 0
+            return self._unwritten.get(group.name, 0)  # what was asked before is waited for
         for line in told(group.name, group.holds, holds):
             self.core.log(line, "update")
         set_holds(self.core, group, holds)
         _, number = self.core.task_id()
+        self._unwritten[group.name] = number
         self.core.effects.append(KeepHolds(number, group.name, holds))
         return number
+
+    def journaled(self, number: int) -> None:
+        """The journal has taken what `KeepHolds` of this number said, or could not."""
+        for name in [name for name, latest in self._unwritten.items() if latest == number]:
+            del self._unwritten[name]
 
     def answered(self, worker: Worker, message: Commanded) -> None:
         """A worker has answered a command."""
