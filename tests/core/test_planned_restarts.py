@@ -77,6 +77,17 @@ def test_what_is_not_finished_in_time_runs_elsewhere_and_nothing_is_suspected() 
     assert list(results(pool.sent)) == [1]
 
 
+def test_a_worker_whose_process_could_not_be_made_is_restarted_again() -> None:
+    pool = Pool(workers=1)
+    [first] = pool.started
+    restart(pool, "g-0", first.incarnation)
+    pool.do(ev.WorkerExited(0, first.incarnation, "no memory for a process", unstarted=True))
+    assert (status(pool, "g-0").stage, len(pool.started)) == ("backoff", 1)
+    restart(pool, "g-0", "")
+    pool.wait(0.5)
+    assert len(pool.started) == 2, "it does not wait for the longest backoff"
+
+
 def test_a_retired_worker_is_revived_and_its_group_takes_requests_again() -> None:
     pool = Pool(workers=1, restart=RestartConfig(max_restarts=1000))
     for _ in range(2):

@@ -70,7 +70,7 @@ class WorkerSlots:
     def postpone(self, slot: WorkerSlot) -> None:
         """The host could not make the process of a slot: disk space, memory or descriptors ran out. This does not count as a
         failure of the worker. The slot starts again after the longest backoff."""
-        slot.loss_excused = False
+        slot.loss_excused, slot.planned_restart = False, ""
         back_off(slot, self.core.now + self.core.config.restart.backoff_max_s)
 
     def _await_room(self, slot: WorkerSlot) -> None:
