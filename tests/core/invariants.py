@@ -105,6 +105,10 @@ def check_group(group: Group) -> None:
     entries += [request for _, _, request in group.version_queue._heap]
     kept = [request for request in entries if request.state == DONE and not request.flying and request.work.frames]
     assert not kept, f"answered, and not charged: {kept}"
+    batches = [batch for worker in group.workers.values() for batch in worker.batches.values()]
+    for request in (request for request in entries if request.state == DONE):
+        rows = sum(end - start for batch in batches for mine, start, end in batch.slices if mine is request)
+        assert request.flying == rows, (request, rows)
     assert group.cut.keys() <= group.live.keys(), group.cut
     arrivals = [request.seq for request in group.live]
     assert arrivals == sorted(arrivals), group.name

@@ -14,12 +14,16 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.request_state import DONE
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.score import ScoreWork
 from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Usage
+from enginepool.protocol.messages.control import Control
+from tests.core.generations import CAN as GENERATES
 from tests.core.generations import generate
 from tests.core.invariants import check_replies
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
@@ -130,6 +134,19 @@ def test_requests_that_have_their_answer_leave_no_payload_in_a_queue(where: str,
         pool.do(ev.Submit(0, client, id_, content, 0, deadline, version))
     sent = pool.wait(1.5) if end != "cancelled" else pool.do(*(ev.CancelAsked(0, client, id_) for id_ in range(1, 20)))
     assert codes(sent) == [end] * 19
+    assert not held(pool)
+
+
+@pytest.mark.parametrize("content", [work(40, 10), generate(3, n=20)], ids=["rows", "sequences"])
+def test_a_request_of_which_a_part_ran_leaves_no_payload_in_a_queue_either(content: Work) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=CAN if isinstance(content, ScoreWork) else GENERATES)
+    pool.submit(client, 1, content)
+    assert pool.machine.core.groups["g"].cut
+    pool.do(ev.ControlAsked(0, b"operator", Control(1, "pause", mode="abort" if pool.batches else "in_place")))
+    assert codes(pool.do(ev.CancelAsked(0, client, 1))) == ["cancelled"]
+    pool.finish_all()
     assert not held(pool)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
 from enginepool.coordinator.core.generation_state import GenerationState
-from enginepool.coordinator.core.request_state import NAMES, QUEUED, RUNNING, TEXT
+from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
@@ -168,6 +168,15 @@ class Request:
 
     def waiting_rows(self) -> int:
         return self.work.rows - self.next + sum(end - start for start, end in self.back)
+
+    def rows_back(self, rows: int) -> bool:
+        """A worker does not have so many of its rows any more. Returns whether it has its answer."""
+        self.flying -= rows
+        if self.state != DONE:
+            return False
+        if not self.flying:
+            self.drop_payload()
+        return True
 
     def drop_payload(self) -> None:
         """It has its answer, and no worker has rows of it: its entry may stay in a queue, and is not charged there."""

@@ -290,6 +290,7 @@ def stop(core: Context, request: Request) -> None:
     if state is None or not state.tasks:
         return
     tasks, state.tasks = list(state.tasks.values()), {}
+    request.flying = 0
     for batch in tasks:
         end_batch(core, batch)
     stop_tasks(core, tasks)

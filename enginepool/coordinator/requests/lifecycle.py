@@ -74,10 +74,9 @@ class RequestLifecycle:
     def outcome(self, batch: RunningBatch, e: ev.BatchDone) -> None:
         """Give each part of a finished batch to its request."""
         for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
-            if request.state == DONE:
-                continue
             rows = end - start
-            request.flying -= rows
+            if request.rows_back(rows):
+                continue
             request.left -= rows
             if outcome.code:
                 code = outcome.code if outcome.code in _TOLD else "engine_error"
@@ -131,14 +130,13 @@ class RequestLifecycle:
         """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on. A generation does so only
         after a second loss."""
         for request, start, end in batch.slices:
-            if request.state == DONE:
-                continue
             if request.generation is not None:
                 interrupted(self, batch, lost=True)
                 if batch.trial and request.state != DONE:
                     self.died_alone(request, reason)
                 continue
-            request.flying -= end - start
+            if request.rows_back(end - start):
+                continue
             request.suspect = True
             self.put_back(request, [(start, end)])
             if batch.trial:
@@ -147,10 +145,9 @@ class RequestLifecycle:
     def returned(self, batch: RunningBatch) -> None:
         """A worker did not take a batch: its rows wait again, and no request becomes a suspect."""
         for request, start, end in batch.slices:
-            if request.generation is not None and request.state != DONE:
+            if request.generation is not None:
                 interrupted(self, batch, lost=False)
-            elif request.state != DONE:
-                request.flying -= end - start
+            elif not request.rows_back(end - start):
                 self.put_back(request, [(start, end)])
 
     def blame(self, recalled: list[tuple[Request, bool]], reason: str) -> None:
