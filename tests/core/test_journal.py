@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginepool.coordinator.core.effects import KeepHolds
+from enginepool.coordinator.core.effects import KeepHistory, KeepHolds, WriteAdapters
 from enginepool.coordinator.core.events import Event, HoldsKept
 from enginepool.coordinator.core.group_holds import GroupHolds
 from enginepool.coordinator.core.group_weights import GroupWeights
@@ -494,3 +494,32 @@ def test_what_is_paused_and_sleeps_is_written_as_soon_as_it_can_be(tmp_path: Pat
     asyncio.run(story())
     assert lines == ["the journal could not be written: journal.json: No space left on device"]
     assert held(tmp_path).holds == {"g": holds}
+
+
+@pytest.mark.parametrize("what", ["adapters", "moved"])
+def test_what_is_written_when_the_coordinator_ends_asks_for_nothing_more(tmp_path: Path, what: str) -> None:
+    """An error on its loop would end it as an internal error does."""
+    told: list[Event] = []
+    errors: list[dict[str, Any]] = []
+
+    async def story() -> None:
+        loop, folder = asyncio.get_running_loop(), tmp_path / "state"
+        loop.set_exception_handler(lambda _, error: errors.append(error))
+        prepare_state_dir(folder)
+        journal = Journal(folder)
+        journal.write(record(1))
+        writer = JournalWriter(loop, journal, told.append, [].append, lambda: writer.write_history())
+        writer.perform(KeepHistory("g", []))
+        while not (folder / "updates.json").exists():
+            await asyncio.sleep(0.01)
+        if what == "moved":
+            shutil.rmtree(folder)
+        writer.perform(WriteAdapters((1, 1), "g", []))
+        writer.close()
+        journal.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(story())
+    assert errors == [] and told == []
+    assert held(tmp_path / "state").adapters == {"g": []}

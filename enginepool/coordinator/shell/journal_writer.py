@@ -46,6 +46,7 @@ class JournalWriter:
         #: adapters are large: a held group does not wait until one is on the disk
         self._store_thread = ThreadPoolExecutor(1, "adapters")
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
         #: why each of the two files could not be written at the last write, which is said once
         self._failures: dict[str, str] = {}
         self._history = UpdateHistory(journal.path.parent)
@@ -209,16 +210,19 @@ class JournalWriter:
         self._loop.call_soon_threadsafe(self._done, what, then, why, moved)
 
     def _done(self, what: str, then: Callable[[str], None], why: str, moved: str) -> None:
-        if moved:
-            self._log(f"{moved} was removed, renamed or replaced while the pool runs: it is written again")
-            self._moved()
         if why and why != self._failures.get(what):
             self._log(f"the {what} could not be written: {why}")
         self._failures[what] = why
+        if self._closed:
+            return
+        if moved:
+            self._log(f"{moved} was removed, renamed or replaced while the pool runs: it is written again")
+            self._moved()
         then(why)
 
     def close(self) -> None:
-        """Wait until everything is written that was asked for."""
+        """Wait until everything is written that was asked for. What it came to is told no more: it would ask for more."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown()
