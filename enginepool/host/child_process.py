@@ -67,10 +67,10 @@ Record = TypeVar("Record", bound=ProcessRecord)
 
 
 def read_record(path: Path, form: type[Record]) -> Record | None:
-    """The record at `path`; None: there is none, or a crash cut it off."""
+    """The record at `path`; None: there is none, or a crash cut it off or damaged it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=form)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

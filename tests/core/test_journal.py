@@ -211,6 +211,23 @@ def test_after_a_torn_write_the_line_that_holds_is_not_written_over(tmp_path: Pa
     assert held(tmp_path) == record(3)
 
 
+@pytest.mark.parametrize("line", [0, 1])
+def test_a_line_with_bytes_that_are_no_text_is_a_damaged_one(tmp_path: Path, line: int) -> None:
+    journal = Journal(tmp_path)
+    for epoch in (1, 2):
+        journal.write(record(epoch))
+    journal.close()
+    path = tmp_path / "journal.json"
+    content = bytearray(path.read_bytes())
+    for at in range(200):
+        damaged = bytearray(content)
+        damaged[line * BLOCK + at] = 0xFF
+        path.write_bytes(damaged)
+        journal = Journal(tmp_path)
+        journal.close()
+        assert journal.torn and journal.record == record(2 - line), at
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\n", b"{}", b'{"epoch":1,"weights":{}}', b" " * BLOCK + b"\n" * BLOCK, b"\xff" * (2 * BLOCK)],
@@ -500,6 +517,7 @@ def test_what_is_paused_and_sleeps_is_written_as_soon_as_it_can_be(tmp_path: Pat
 def test_what_is_written_when_the_coordinator_ends_asks_for_nothing_more(tmp_path: Path, what: str) -> None:
     """An error on its loop would end it as an internal error does."""
     told: list[Event] = []
+    lines: list[str] = []
     errors: list[dict[str, Any]] = []
 
     async def story() -> None:
@@ -508,7 +526,7 @@ def test_what_is_written_when_the_coordinator_ends_asks_for_nothing_more(tmp_pat
         prepare_state_dir(folder)
         journal = Journal(folder)
         journal.write(record(1))
-        writer = JournalWriter(loop, journal, told.append, [].append, lambda: writer.write_history())
+        writer = JournalWriter(loop, journal, told.append, lines.append, lambda: writer.write_history())
         writer.perform(KeepHistory("g", []))
         while not (folder / "updates.json").exists():
             await asyncio.sleep(0.01)

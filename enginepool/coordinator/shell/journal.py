@@ -305,7 +305,7 @@ def _whole(line: bytes) -> _Slot | None:
     """What a line holds, unless it is empty or damaged."""
     try:
         slot = msgspec.json.decode(line, type=_Slot)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return slot if slot.checksum == _checksum(slot.sequence, bytes(slot.record)) else None
 

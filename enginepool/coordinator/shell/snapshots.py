@@ -76,7 +76,8 @@ class SnapshotFolders:
 
     def _start(self) -> None:
         for file in SHARED.glob(f"enginepool-*/{OWNER}"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # of another user, or removed by another pool meanwhile
+            # It is of another user, or was removed by another pool meanwhile, or is damaged.
+            with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
                 if file.parent != self._memory and (state := _gone(file)):
                     shutil.rmtree(file.parent)
                     self._log(f"{file.parent} is removed: it has snapshots of the pool in {state}, which is gone")
