@@ -360,6 +360,28 @@ def test_a_coordinator_that_ends_waits_for_a_client_to_read_its_last_answer(
     bench.play(scene)
 
 
+def test_sockets_that_are_closed_while_a_client_reads_its_last_answer_are_asked_no_more(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is told to end at once while it waits for its clients."""
+    monkeypatch.setattr("enginepool.coordinator.shell.sockets.LOOK_S", 0.0)
+    bench = Bench(loop, quiet=False)
+    errors: list[object] = []
+    loop.set_exception_handler(lambda _, what: errors.append(what["exception"]))
+    over: list[bool] = []
+
+    async def scene() -> None:
+        bench.listen()
+        link = await bench.hello(bench.peers[0])
+        assert bench.clients.send(link, [b"answer"])
+        bench.sockets.when_read(lambda: over.append(True))
+
+    bench.play(scene)
+    for _ in range(3):
+        loop.run_until_complete(asyncio.sleep(0.001))
+    assert errors == [] and over == []
+
+
 def test_a_coordinator_whose_clients_have_read_everything_ends_at_once(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, quiet=False)
     over: list[bool] = []

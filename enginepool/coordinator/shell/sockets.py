@@ -35,6 +35,7 @@ class Sockets:
         self._act: Callable[[], None] = lambda: None
         self._again: asyncio.Handle | None = None
         self._sweep: asyncio.Handle | None = None
+        self._closed = False
 
     def listen(self, take_client: Receive, take_worker: Receive, act: Callable[[], None]) -> None:
         """Hand every message over from now on; call `act` once for all that came together."""
@@ -57,7 +58,7 @@ class Sockets:
 
     def _settle(self) -> None:
         """Receive and act until no socket is unsure; after ROUNDS passes the loop has its turn first."""
-        if self._take_client is None or self._take_worker is None:
+        if self._take_client is None or self._take_worker is None or self._closed:
             return
         clients, workers = self.clients, self.workers
         for _ in range(ROUNDS):
@@ -110,6 +111,8 @@ class Sockets:
         self._look(then, self._loop.time() + READ_S)
 
     def _look(self, then: Callable[[], None], until: float) -> None:
+        if self._closed:
+            return
         if self.clients.all_read() or self._loop.time() >= until:
             then()
         else:
@@ -118,7 +121,8 @@ class Sockets:
             self._loop.call_later(LOOK_S, self._look, then, until)
 
     def close(self) -> None:
-        """Stop receiving. Sent messages linger for a moment."""
+        """Stop receiving. Sent messages linger for a moment. What the loop still calls finds that it is over."""
+        self._closed = True
         if self._take_client is not None:
             self._loop.remove_reader(self.clients.fd)
             self._loop.remove_reader(self.workers.fd)
