@@ -132,6 +132,19 @@ def test_a_coordinator_that_ends_alone_waits_for_batches_within_its_limit() -> N
     assert codes(pool.sent) == ["shutting_down"], "one notice, and no request is failed"
 
 
+def test_a_coordinator_that_has_finished_and_waits_for_its_clients_may_be_told_to_end_the_pool() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    pool.do(ev.DrainAsked(0, 10, keep_workers=True))
+    assert pool.drained and pool.kept
+    pool.drained = False
+    pool.do(ev.DrainAsked(0, 10))
+    assert not pool.drained
+    assert [s.link for s in pool.sent if isinstance(s.message, Drain)] == [incarnation.encode()]
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
+    assert pool.drained and not pool.kept
+
+
 def test_a_coordinator_that_was_to_end_alone_may_be_told_to_end_the_pool() -> None:
     pool = Pool(workers=1)
     incarnation = start(pool)

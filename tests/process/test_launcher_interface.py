@@ -108,6 +108,37 @@ def test_workers_are_started_started_again_and_stopped_through_the_launcher(tmp_
     asyncio.run(story())
 
 
+def test_a_coordinator_that_waits_for_its_clients_before_it_ends_alone_may_be_told_to_end_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sim_pool(tmp_path, workers=1)
+    made: list[FakeLauncher] = []
+
+    def make(context: LauncherContext) -> FakeLauncher:
+        made.append(FakeLauncher(context))
+        return made[0]
+
+    def reads_later(self: Router) -> bool:
+        return made[0].finished
+
+    monkeypatch.setattr(Router, "all_read", reads_later)
+    monkeypatch.setattr("enginepool.coordinator.shell.sockets.READ_S", PATIENCE_S)
+
+    async def story() -> None:
+        daemon = Daemon(config, asyncio.get_running_loop(), None, make)
+        try:
+            daemon.start()
+            daemon.handle(DrainAsked(time.monotonic(), 0.0, keep_workers=True))
+            daemon.handle(DrainAsked(time.monotonic(), 0.0))
+            async with asyncio.timeout(PATIENCE_S):
+                assert await daemon.ended == 0
+            assert made[0].stopped == [made[0].started[0][2]]
+        finally:
+            daemon.close()
+
+    asyncio.run(story())
+
+
 def test_a_worker_may_read_nothing_for_as_long_as_it_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silences: list[float] = []
 

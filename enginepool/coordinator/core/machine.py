@@ -230,7 +230,7 @@ class Machine:
                     hold(core, group)
             self.clients.tell_all("shutting_down", "the coordinator is shutting down; send again what it does not answer")
         elif core.keep_workers and not e.keep_workers:
-            core.keep_workers = False
+            core.keep_workers = self._drained = False
             self._drain_until = e.now + e.within
             for group in core.groups.values():
                 release(core, group)

@@ -189,7 +189,7 @@ class Daemon:
             self.ended.set_result(code)
 
     def _end_alone(self) -> None:
-        if not self.ended.done():
+        if self.machine.core.keep_workers and not self.ended.done():  # not told since to end the pool
             self.ended.set_result(STOPPED if self._lifeline is None else RESTART)
 
     # --- out -----------------------------------------------------------------------------------------------------------
