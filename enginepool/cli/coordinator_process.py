@@ -14,7 +14,7 @@ from enginepool.config import PoolConfig
 from enginepool.config_loader import encode_config
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
-from enginepool.host.child_process import ChildProcess
+from enginepool.host.child_process import ChildProcess, keep_exit_codes
 from enginepool.host.restart_policy import (
     BAD_CONFIG,
     CANNOT_WRITE,
@@ -41,6 +41,7 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
     stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
         stops.remove(signal.SIGHUP)
+    keep_exit_codes()
     # Signals are blocked and waited for one by one, so none arrives between two steps.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     first, child, status = True, None, 0

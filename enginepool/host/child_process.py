@@ -29,6 +29,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _STATE, _CREATED = 0, 19
 
 
+def keep_exit_codes() -> None:
+    """Let the kernel keep the exit codes of this process's children until they are asked for. It does not where SIGCHLD is
+    ignored, and a program that ignores it hands that on to the programs that it starts."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def signal_name(number: int) -> str:
     """Such as SIGKILL. Real-time signals have no names of their own in Python, but for two: SIGRTMIN+1."""
     try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from enginepool.coordinator.core.group_weights import EarlierWorker, GroupWeight
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext
 from enginepool.coordinator.shell.daemon import Daemon
 from enginepool.coordinator.shell.router import Router
+from enginepool.host.child_process import ChildProcess
 from tests.process.daemons import PATIENCE_S, sim_pool
 
 
@@ -137,6 +140,24 @@ def test_a_coordinator_that_waits_for_its_clients_before_it_ends_alone_may_be_to
             daemon.close()
 
     asyncio.run(story())
+
+
+def test_exit_codes_of_workers_are_known_although_the_program_that_started_it_ignores_them(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    async def story() -> int | None:
+        daemon = Daemon(config, asyncio.get_running_loop(), None, FakeLauncher)
+        try:
+            daemon.start()
+            return ChildProcess.start([sys.executable, "-c", "raise SystemExit(71)"], {}).reap()
+        finally:
+            daemon.close()
+
+    try:
+        assert asyncio.run(story()) == 71
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_worker_may_read_nothing_for_as_long_as_it_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.shell.journal import JOURNAL, prepare_state_dir
 from enginepool.coordinator.shell.log import log
 from enginepool.errors import ConfigError
+from enginepool.host.child_process import keep_exit_codes
 from enginepool.host.folders import lock_file
 from enginepool.net.address import STATE_DIR
 from enginepool.net.dealer import ask
@@ -250,6 +251,7 @@ def _lock(directory: Path) -> IO[str]:
 
 def run(unit: UnitConfig) -> int:
     """Run a unit in this process; see `serve`."""
+    keep_exit_codes()
     return asyncio.run(serve(unit))
 
 

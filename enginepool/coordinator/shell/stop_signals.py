@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import DrainAsked
 from enginepool.coordinator.shell.log import log
+from enginepool.host.child_process import keep_exit_codes
 
 
 def ignore_stop_signals(loop: asyncio.AbstractEventLoop) -> None:
@@ -28,7 +29,10 @@ def on_stop_signals(
     end_now: Callable[[int], None],
     end_alone: Callable[[], None],
 ) -> None:
-    """SIGTERM and SIGINT drain the pool; a second one ends it at once. SIGHUP drains. SIGUSR1 ends the coordinator alone."""
+    """SIGTERM and SIGINT drain the pool; a second one ends it at once. SIGHUP drains. SIGUSR1 ends the coordinator alone.
+
+    Called before a process is started."""
+    keep_exit_codes()
 
     def stop() -> None:
         if core.draining and not core.keep_workers:
