@@ -47,7 +47,7 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
     first, child, status = True, None, 0
     while True:
         try:
-            child = _start(config)
+            child = _start(config, stops)
         except OSError as error:
             wait_s = policy.after_failed_start(error, time.monotonic())
             if child is None or wait_s is None:
@@ -84,7 +84,8 @@ def _told_to_end(stops: set[signal.Signals], wait_s: float, config: PoolConfig) 
     return told
 
 
-def _start(config: PoolConfig) -> ChildProcess:
+def _start(config: PoolConfig, stops: set[signal.Signals]) -> ChildProcess:
+    """Signals that come while it starts wait until it can act on them (`on_stop_signals`)."""
     parent = os.getpid()
     libc = ctypes.CDLL(None)
 
@@ -92,7 +93,7 @@ def _start(config: PoolConfig) -> ChildProcess:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.pthread_sigmask(signal.SIG_SETMASK, stops)
 
     environment = {**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()}
     return ChildProcess.start(COMMAND, environment, prepare=prepare)

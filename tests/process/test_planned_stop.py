@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -183,3 +184,30 @@ def test_serve_ends_with_a_coordinator_that_is_stopped_alone_and_the_next_one_ad
         assert not any(runs(pid) for pid in before)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_counts_also_while_the_coordinator_starts(processes: Processes, tmp_path: Path, sign: signal.Signals) -> None:
+    """It has workers to adopt. SIGTERM left them on their GPUs."""
+    config = sim_pool(tmp_path, workers=1)
+    daemon = ForkedDaemon(processes, config).listening()
+
+    async def until_ready() -> None:
+        async with Pool.connect(config.listen) as pool:
+            await pool.ready()
+
+    asyncio.run(until_ready())
+    daemon.process.send_signal(signal.SIGUSR1)
+    assert daemon.process.wait(PATIENCE_S) == 0
+    workers = started(config)
+    file = tmp_path / "pool.toml"
+    group = '[groups.g]\nmodel = "sim"\nengine = "sim"\nworkers = 1\n'
+    file.write_text(f'listen = "{config.listen}"\nstate_dir = "{config.state_dir}"\n{group}')
+    # As users start it: a process that is forked would start at once.
+    serve = processes.start([*commands.PROGRAM, "serve", "--config", str(file)], stderr=subprocess.PIPE, text=True)
+    while not psutil.Process(serve.pid).children():
+        assert serve.poll() is None
+    serve.send_signal(sign)
+    code, _, said = commands.end(serve)
+    assert code == 0, said
+    assert [runs(pid) for pid in workers.values()] == [sign == signal.SIGUSR1] * len(workers), said

@@ -62,3 +62,5 @@ def on_stop_signals(
     loop.add_signal_handler(signal.SIGUSR1, stop_alone)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         loop.add_signal_handler(signal.SIGHUP, hung_up)
+    # `enginepool serve` starts a coordinator with these blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP))
