@@ -1,6 +1,7 @@
 """A fork server, what it forks, and a launcher whose workers are forked."""
 
 import asyncio
+import errno
 import multiprocessing.util
 import os
 import signal
@@ -320,6 +321,25 @@ def test_a_fork_server_that_cannot_be_used_is_said_and_workers_are_started(
             assert (await launched.reported()).reason == STARTED
 
     run(act, *command)
+    assert capfd.readouterr().err.count(f"workers are started without a fork server: {why}\n") == 1
+
+
+def test_a_fork_server_for_which_no_descriptor_is_left_costs_no_worker_and_is_started_later(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def act(launched: Launched) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", none_left)
+            assert launched.launcher.start("g", 0, "g-0.1")
+        assert (await launched.reported()).reason == STARTED
+        assert launched.launcher.start("g", 0, "g-0.2")
+        assert (await launched.reported()).reason == FORKED
+
+    run(act, SERVER)
+    why = "it could not be started: Too many open files"
     assert capfd.readouterr().err.count(f"workers are started without a fork server: {why}\n") == 1
 
 

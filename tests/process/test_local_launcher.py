@@ -423,6 +423,30 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
     assert list((tmp_path / "stagers").glob("*.json")) == []
 
 
+def test_a_stager_for_whose_connection_no_descriptor_is_left_is_connected_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    listens = "import socket, sys, time\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\ns.listen()\nprint(s.accept())"
+    command = (sys.executable, "-c", listens, str(tmp_path / "stagers" / "g.0.sock"))
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.COMMAND", command)
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.CONNECT_S", 0.01)
+    (tmp_path / "logs").mkdir()
+
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def story() -> None:
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr("enginepool.coordinator.launchers.stagers.socket.socket", none_left)
+            stagers.ensure("g.0", {}, device="cpu", gpus=1)
+        await asyncio.to_thread(children[0].wait, PATIENCE_S)  # it was connected
+        stagers.end()
+
+    asyncio.run(story())
+    assert children[0].returncode == 0
+
+
 @pytest.mark.parametrize("gpus", ["0", "1"])
 def test_a_stager_whose_gpu_is_another_worker_s_now_is_started_again_with_its_own(
     gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"

@@ -80,17 +80,19 @@ class ForkServers:
             then(server.server)
 
     def _start(self, key: Hashable, server: _Server, settings: Mapping[str, object], environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        spec = msgspec.json.encode({"socket": theirs.fileno(), **settings}).decode()
-        environment = {**environment, "ENGINEPOOL_FORK_SERVER": spec}
+        ours: socket.socket | None = None
         try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, open(self._logs / LOG, "ab") as output:
+                spec = msgspec.json.encode({"socket": theirs.fileno(), **settings}).decode()
+                environment = {**environment, "ENGINEPOOL_FORK_SERVER": spec}
                 inherited = [theirs.fileno()]
                 server.process = ChildProcess.start(
                     COMMAND, environment, log=output, lifeline=self._lifeline, inherited=inherited
                 )
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
             del self._servers[key]  # the next worker tries it again
             self._decide(server, None, f"it could not be started: {os_error(error)}")
             return

@@ -200,12 +200,14 @@ class Stagers:
         stager = self._stagers[slot]
         if self._ended or stager.process is None or stager.connection is not None:
             return
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
+        connection: socket.socket | None = None
         try:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.setblocking(False)
             connection.connect(self._socket(slot))
         except OSError:
-            connection.close()
+            if connection is not None:
+                connection.close()
             get_running_loop().call_later(CONNECT_S, self._connect, slot)
         else:
             stager.connection = connection
