@@ -175,7 +175,10 @@ def _make(path: Path, name: str, role: str, server: str) -> str:
 
 
 def _append(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    """Lines of their own, also after a last one that an editor has left without an end."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
-        file.write(text.encode())
+        size = os.fstat(descriptor).st_size
+        cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        file.write(b"\n" * bool(cut) + text.encode())

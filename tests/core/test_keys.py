@@ -50,6 +50,17 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path: Path) -> N
     assert read_key(tmp_path / "two.key").server == read_key(tmp_path / "one.key").server
 
 
+@pytest.mark.parametrize("name", [" one", ""])
+def test_a_key_has_a_line_of_its_own_also_after_one_without_an_end(tmp_path: Path, name: str) -> None:
+    """As an editor may leave it."""
+    _, one = make_keys(tmp_path, {"one": "client"})
+    first = f"client {read_key(one).public}{name}"
+    (tmp_path / AUTHORIZED).write_text(first)
+    [two] = make_keys(tmp_path, {"two": "worker"})
+    assert read_authorized(tmp_path / AUTHORIZED) == {read_key(one).public: "client", read_key(two).public: "worker"}
+    assert (tmp_path / AUTHORIZED).read_text() == f"{first}\nworker {read_key(two).public} two\n"
+
+
 @pytest.mark.parametrize("name", ["", "server", "a/b", "..", "A", "x" * 65, "a b", "a\nadmin"])
 def test_a_name_that_could_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"^name: "):
