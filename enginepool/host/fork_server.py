@@ -58,17 +58,22 @@ class ForkServer:
         # Variables of a process need not be UTF-8.
         variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
         request = ForkRequest(list(arguments), variables, list(descriptors), leads_session)
+        # Another process is started where this one came too late: it is told to go on, or finds that it is not wanted.
+        wanted, go_on = os.pipe()
         # The parent of a forked process ends at once, and so this process is its next one.
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             self._connection.settimeout(FORK_S)
-            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], list(descriptors.values()))
+            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], [*descriptors.values(), wanted])
             answer = int(self._connection.recv(32) or -errno.ECONNRESET)
+            os.write(go_on, b"\0")
         except OSError:
             self.close()  # a late answer is not one to the next request
             raise
         finally:
             self._prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            os.close(wanted)
+            os.close(go_on)
         if answer < 0:
             raise OSError(-answer, os.strerror(-answer))
         return answer
@@ -132,7 +137,11 @@ def serve(requests: socket.socket) -> Forked:
         if _forked(request.leads_session, write):
             requests.close()
             os.close(read)
-            return Forked(request, descriptors)
+            *given, wanted = descriptors
+            if not os.read(wanted, 1):  # the other end did not wait for it
+                os._exit(0)
+            os.close(wanted)
+            return Forked(request, given)
         with contextlib.suppress(BrokenPipeError):
             requests.send(os.read(read, 32))
         for descriptor in (read, *descriptors):

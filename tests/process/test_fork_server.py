@@ -4,10 +4,12 @@ import asyncio
 import errno
 import multiprocessing.util
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,47 @@ def test_a_fork_server_ends_with_the_process_that_has_its_connection_and_what_it
         server.fork(["-c", ""], {}, {})
     os.close(held)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+#: between its fork and its answer a process waits for a signal
+SLOW = SERVER.replace(
+    "connection = ",
+    """import signal
+begin_session = os.setsid
+def slowly():
+    begin_session()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.write(1, str(os.getpid()).encode())
+    signal.sigwait({signal.SIGUSR1})
+os.setsid = slowly
+connection = """,
+    1,
+)
+
+
+def test_a_process_that_is_forked_too_late_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another one has been started in its place: two engines would share a GPU."""
+    monkeypatch.setattr("enginepool.host.fork_server.FORK_S", 1.0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    said, says = os.pipe()
+    environment = {**os.environ, "ENGINEPOOL_FORK_SERVER": msgspec.json.encode({"socket": theirs.fileno()}).decode()}
+    with open(says, "wb") as output:
+        process = ChildProcess.start([sys.executable, "-c", SLOW], environment, log=output, inherited=[theirs.fileno()])
+    theirs.close()
+    assert ours.recv(100) == b"ready"
+    server = ForkServer(ours)
+    with open(tmp_path / "output", "wb") as output, pytest.raises(TimeoutError):
+        server.fork(["-c", "print('runs', flush=True)"], dict(os.environ), {1: output.fileno()}, leads_session=True)
+    late = int(os.read(said, 100))
+    process.kill()
+    process.reap()
+    with open(os.pidfd_open(late)) as ended:
+        os.kill(late, signal.SIGUSR1)
+        assert select.select([ended], [], [], PATIENCE_S)[0]
+    os.close(said)
+    assert (tmp_path / "output").read_text() == ""
+    with suppress(ChildProcessError):  # where this process has become its parent
+        os.waitpid(late, 0)
 
 
 # --- what multiprocessing spawns --------------------------------------------------------------------------------------
