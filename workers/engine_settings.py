@@ -9,6 +9,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The settings of one engine.
 
     model: a checkpoint directory or a name that the engine can load; for `sim` any name.
+    origin: the model of the group, if the engine starts on a checkpoint of it, whose folder may have less than the model's.
     device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
         dtype on a GPU, and float32 on a CPU.
     operations: what the engine is for: `generate`, rows, or both; (): the rows that its model answers.
@@ -22,6 +23,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     model: str
+    origin: str = ""
     device: str = "auto"
     dtype: str = "auto"
     operations: tuple[str, ...] = ()

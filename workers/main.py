@@ -36,9 +36,14 @@ def make_engine(spec: WorkerSpec) -> Engine:
             f"engine {spec.engine!r} cannot be imported: {error}; pip install 'enginepool[{spec.engine}]'"
         ) from error
     try:
-        return Chosen(msgspec.structs.replace(spec, model=spec.checkpoint) if spec.checkpoint else spec)
+        return Chosen(started_on(spec))
     except ValueError as error:
         raise SpecError(str(error)) from None
+
+
+def started_on(spec: WorkerSpec) -> WorkerSpec:
+    """`spec` with its checkpoint, if it has one, as the model."""
+    return msgspec.structs.replace(spec, model=spec.checkpoint, origin=spec.model) if spec.checkpoint else spec
 
 
 def located(spec: WorkerSpec) -> WorkerSpec:

@@ -55,6 +55,8 @@ def refuse_incomplete(at: RedisUrl) -> None:
             raise EngineError("the model there is not complete: it is being saved, or its save was killed")
         if not client.exists(f"{at.name}/files/config.json"):
             raise EngineError(f"there is no model: no key {at.name}/files/config.json")
+        if client.exists(f"{at.name}/files/modules.json"):
+            raise EngineError("its modules.json names folders, which SGLang does not read from Redis; load it from a folder")
 
 
 def refuse_large(at: RedisUrl, tensors: Mapping[str, int]) -> None:
@@ -109,7 +111,7 @@ class NewModel:
         left: list[str] = []
         with redis_errors(self.place):
             for file, content in files:
-                if _is_text(content):
+                if "/" not in file and _is_text(content):
                     self._redis.set(f"{self._name}/files/{file}", content)
                 else:
                     left.append(file)

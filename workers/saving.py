@@ -118,9 +118,10 @@ class NewFolder:
     def complete(self, files: Iterable[tuple[str, bytes]], record: bytes) -> str:
         """As `NewModel.complete`. Raises OSError."""
         for file, content in files:
+            (self._partial / file).parent.mkdir(exist_ok=True)
             (self._partial / file).write_bytes(content)
         (self._partial / RECORD).write_bytes(record)
-        sizes = [file.stat().st_size for file in self._partial.iterdir()]
+        sizes = [file.stat().st_size for file in self._partial.rglob("*") if file.is_file()]
         self._partial.rename(self._target)
         return f"{len(sizes)} files, {sum(sizes)} bytes"
 
@@ -152,6 +153,17 @@ def _files_of(model: str, revision: str | None) -> Iterator[tuple[str, bytes]]:
     for file in folder.iterdir() if folder is not None else ():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS) and file.name != RECORD:
             yield file.name, file.read_bytes()
+    for behind in _modules_of(folder) if folder is not None else ():
+        yield from ((f"{behind.name}/{file.name}", file.read_bytes()) for file in behind.glob("[!.]*") if file.is_file())
+
+
+def _modules_of(folder: Path) -> list[Path]:
+    """The folders of what an embedding model does behind its transformer, with weights that engines do not change."""
+    try:
+        modules: Any = json.loads((folder / "modules.json").read_bytes())
+        return [folder / Path(module["path"]).name for module in modules if module["path"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def _folder_of(model: str, revision: str | None) -> Path | None:

@@ -128,15 +128,21 @@ def play(scene: Callable[[Worker], Coroutine[Any, Any, None]], *args: Any) -> No
 def test_the_folder_has_the_files_of_the_model_and_says_which_weights_are_in_it(tmp_path: Path) -> None:
     model = tmp_path / "model"
     (model / "sub").mkdir(parents=True)
+    (model / "1_Pooling").mkdir()
+    (model / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Normalize"}]')
+    for name in ("1_Pooling/config.json", "sub/config.json"):
+        (model / name).write_text("{}")
     for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "old.bin", ".hidden"):
         (model / name).write_text("{}")
 
     async def scene(worker: Worker) -> None:
         await worker.engine.weights.load_weights(NewWeights(), 7, "d7")
         said = await worker.save(tmp_path / "deep/er/a")
-        assert said.startswith("version 7: 4 files, ")
+        assert said.startswith("version 7: 6 files, ")
         folder = tmp_path / "deep/er/a"
-        assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors", RECORD}
+        found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        texts = {"config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json"}
+        assert found == {*texts, "model.safetensors", RECORD}
         saved = json.loads((folder / RECORD).read_text())
         expected = {"group": "g", "model": str(model), "version": 7, "digest": "d7", "load_format": "safetensors"}
         assert saved == expected and os.listdir(folder.parent) == ["a"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import digest_of
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.loop import WorkerProcess, wants_room
+from enginepool.workers.main import started_on
 from enginepool.workers.saving import RECORD
 from enginepool.workers.sglang.host.build import prepare
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
@@ -283,6 +285,14 @@ def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
     assert not np.array_equal(scores("1" + "0" * 31), scores(""))
     assert not np.array_equal(scores("0" * 31 + "1"), scores(""))
     assert not np.array_equal(scores("0" * 31 + "1"), scores("0" * 31 + "2"))
+
+
+def test_an_engine_that_starts_on_a_checkpoint_is_told_of_which_model_it_is() -> None:
+    """Its folder may not say what the model's does, such as how an embedding model pools."""
+    plain = WorkerSpec(endpoint="ipc://x", group="g", incarnation="w", engine="sim", model="m")
+    assert started_on(plain) is plain
+    found = started_on(msgspec.structs.replace(plain, checkpoint="/checkpoints/7"))
+    assert (found.model, found.origin) == ("/checkpoints/7", "m")
 
 
 def test_memory_for_staged_updates_is_kept_where_it_is_wanted() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ import pytest
 
 from enginepool.protocol.messages import Part
 from enginepool.workers.engine import BatchOutcome, EngineError, Outputs, RowBatch, RowPart
-from tests.engine.embedders import Embedder, last_token_model
-from tests.engine.families import VOCAB, torch, transformers
+from tests.engine.embedders import Embedder, encoder, last_token_model
 from tests.engine.hosted import HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -41,18 +41,6 @@ def rows_of(outcome: Outputs | EngineError) -> npt.NDArray[np.float32]:
 @pytest.fixture(scope="module")
 def last_token(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
     return last_token_model(tmp_path_factory.mktemp("last"))
-
-
-@pytest.fixture(scope="module")
-def first_token(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
-    folder = tmp_path_factory.mktemp("first")
-    torch.manual_seed(3)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
-    transformers.BertModel(config, add_pooling_layer=False).eval().save_pretrained(folder)
-    return Embedder(folder, 0)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +76,19 @@ def test_an_engine_that_embeds_does_not_score(engine: HostedEngine) -> None:
     assert str(refused) == "score: this engine runs embed"
 
 
-def test_an_encoder_pools_its_first_token(first_token: Embedder) -> None:
-    engine = HostedEngine(str(first_token.folder), options={"is_embedding": True}, **BUDGETS).wait_until_started()
+@pytest.mark.parametrize(("pooling", "from_checkpoint"), [("", False), ("mean_tokens", False), ("mean_tokens", True)])
+def test_an_encoder_pools_as_its_folder_says_or_its_first_token(pooling: str, from_checkpoint: bool, tmp_path: Path) -> None:
+    direct, settings = encoder(tmp_path / "model", pooling), dict[str, Any](BUDGETS)
+    model = str(direct.folder)
+    if from_checkpoint:
+        model, settings["origin"] = str(encoder(tmp_path / "checkpoint").folder), model
+    engine = HostedEngine(model, options={"is_embedding": True}, **settings).wait_until_started()
     try:
         assert engine.capabilities is not None
         assert (engine.capabilities.embedding, engine.capabilities.dimensions) == (32, [32])
         outcome = embed(engine, part(ROWS), part(ROWS, normalize=False))
         assert outcome.forwards == 1
-        np.testing.assert_allclose(rows_of(outcome.parts[0]), first_token.pooled(ROWS), rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(rows_of(outcome.parts[1]), first_token.pooled(ROWS, normalize=False), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(rows_of(outcome.parts[0]), direct.pooled(ROWS), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(rows_of(outcome.parts[1]), direct.pooled(ROWS, normalize=False), rtol=1e-4, atol=1e-5)
     finally:
         engine.end()

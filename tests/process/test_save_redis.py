@@ -201,8 +201,16 @@ def test_a_redis_that_refuses_or_is_silent_and_a_host_without_its_client_are_one
 def test_an_engine_starts_from_a_complete_model_alone(redis: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     Worker(redis.root, tmp_path, str(tmp_path)).save("whole")
-    for name, why in (("whole", ""), ("who", "there is no model: no key who/files/config.json"), ("half", "is not complete")):
-        redis.client.set("half/saving", "by another worker")
+    redis.client.set("half/saving", "by another worker")
+    redis.client.set("embeds/files/config.json", "{}")
+    redis.client.set("embeds/files/modules.json", "[]")
+    cases = (
+        ("whole", ""),
+        ("who", "there is no model: no key who/files/config.json"),
+        ("half", "is not complete"),
+        ("embeds", r"modules\.json names folders, which SGLang does not read from Redis"),
+    )
+    for name, why in cases:
         at = parse_redis(f"{redis.root}{name}")
         assert at is not None
         with pytest.raises(EngineError, match=why) if why else nullcontext():

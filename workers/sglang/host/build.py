@@ -22,7 +22,9 @@ from enginepool.workers.sglang.generate.settings import generation_kwargs
 from enginepool.workers.sglang.generate.video import bound_frames
 from enginepool.workers.sglang.host.model_size import model_config
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_connectors, run_detokenizer, run_other, run_scheduler
+from enginepool.workers.sglang.host.sentence_modules import Pooling, pooling_of
 from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
+from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.packed_forwards import keep_graphs
 from enginepool.workers.sglang.patches.row_messages import send_shared_fields_once
@@ -100,6 +102,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     revision = settings.options.get("revision")
     generates = importlib.import_module(modules.MODEL).is_generation_model
     settings = with_packing(settings, lambda: model_config(model, revision), known if _has_flashinfer() else (), generates)
+    pooling = _pooling(settings, generates)
     config = folder / "config.json"
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
@@ -116,7 +119,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     refuse_unknown(version, flashinfer=flashinfer)
     _change_classes()
     rows = settings if settings.mixed else None
-    engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows)
+    engine_class = _with_our_entries(module.Engine, modules.FLASHINFER if flashinfer else "", rows, pooling)
     processor: Any = importlib.import_module(PROCESSOR).PoolLogitProcessor
     return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version, processor.to_str())
 
@@ -202,11 +205,28 @@ def _change_classes() -> None:
     change_connectors()
 
 
-def _with_our_entries(engine: Any, attention: str, rows: EngineSettings | None) -> Any:
+def _pooling(settings: EngineSettings, generates: Callable[[list[str], bool], bool]) -> Pooling:
+    """How the rows of a model that embeds are pooled; "" of another model. `generates`: SGLang's `is_generation_model`."""
+    revision = settings.options.get("revision")
+    config = {} if settings.generates else model_config(settings.model, revision)
+    [first, *_] = names = list(config.get("architectures") or ["?"])
+    # SGLang itself sets the option for a decoder that looks ahead.
+    embeds = bool(settings.options.get("is_embedding") or config.get("use_bidirectional_attention"))
+    embedding = any(one.kind == "embedding" and one.serves(generates(names, embeds), first) for one in OPERATIONS)
+    if not embedding:
+        return ""
+    # A trainer seldom writes into a checkpoint how the model pools.
+    own = pooling_of(settings.model, revision, first)
+    return own or (pooling_of(settings.origin, revision, first) if settings.origin else "")
+
+
+def _with_our_entries(engine: Any, attention: str, rows: EngineSettings | None, pooling: Pooling) -> Any:
     """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there, `rows`
-    are the settings of an engine that runs rows next to sequences."""
+    are the settings of an engine that runs rows next to sequences, `pooling` is that of `run_scheduler`."""
     entries = {
-        "run_scheduler_process_func": staticmethod(partial(run_scheduler, engine.run_scheduler_process_func, attention, rows)),
+        "run_scheduler_process_func": staticmethod(
+            partial(run_scheduler, engine.run_scheduler_process_func, attention, rows, pooling)
+        ),
         "run_detokenizer_process_func": staticmethod(partial(run_detokenizer, engine.run_detokenizer_process_func)),
     }
     module: Any = importlib.import_module(modules.ENGINE)

@@ -35,14 +35,20 @@ def quantized(options: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 def model_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """The model's config.json; empty where it cannot be read. May ask the model hub."""
     try:
-        folder = Path(model).expanduser()
-        if not folder.is_dir():
-            hub: Any = importlib.import_module("huggingface_hub")
-            folder = Path(hub.hf_hub_download(model, "config.json", revision=revision, etag_timeout=_HUB_S)).parent
-        config: Any = json.loads((folder / "config.json").read_bytes())
+        config: Any = json.loads(model_file(model, "config.json", revision).read_bytes())
     except Exception:  # as in `_of_hub`: the engine will say the same when it loads the model
         return {}
     return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+
+
+def model_file(model: str, name: str, revision: str | None = None) -> Path:
+    """Where a file of the model is; in a folder it may be missing. Of the model hub it is downloaded: raises what the hub's
+    client raises."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder / name
+    hub: Any = importlib.import_module("huggingface_hub")
+    return Path(hub.hf_hub_download(model, name, revision=revision, etag_timeout=_HUB_S))
 
 
 def _in_folder(folder: Path) -> int:

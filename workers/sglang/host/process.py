@@ -18,6 +18,7 @@ from enginepool.workers import cpu_bridge
 from enginepool.workers.cpu_bridge import pinned_memory
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.generate.mixed import room_in
+from enginepool.workers.sglang.host.sentence_modules import Pooling
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
@@ -204,12 +205,13 @@ def change_connectors() -> None:
 
 
 def run_scheduler(
-    run: Callable[..., Any], attention: str, rows: EngineSettings | None, settings: Any, ports: Any, *args: Any, **kwargs: Any
-) -> Any:
+    run: Callable[..., Any], attention: str, rows: EngineSettings | None, pooling: Pooling, settings: Any, ports: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Entry of a scheduler process: `run` is SGLang's own.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
-    `rows`: the settings of an engine that runs rows next to sequences; else None.
+    `rows`: the settings of an engine that runs rows next to sequences; else None. `pooling`: as `pooling_of` has it.
     """
     keep_notes("scheduler")
     share_no_progress_bars()
@@ -228,14 +230,11 @@ def run_scheduler(
     _bound_requests(settings)
     answer_before_the_next_launch(scheduler)
     if rows is not None:
-        batch, adder = _class(modules.BATCH, "ScheduleBatch"), _class(modules.POLICY, "PrefillAdder")
-        keep_rows_apart(
-            scheduler, batch, adder, lambda self: room_in(rows, self).kept, _class(modules.CACHE, "evict_from_tree_cache")
-        )
+        _run_rows(scheduler, rows)
     complete_configurations(importlib.import_module("transformers"))
     use_all_positions(_class(modules.MODEL, "ModelConfig"))
     for operation in OPERATIONS:
-        operation.change_scheduler(pooler)
+        operation.change_scheduler(pooler, pooling)
     report_no_load(scheduler, settings.dp_size)
     profiler = _class(modules.PROFILER, "SchedulerProfilerManager")
     end_no_engine_for_a_trace(profiler, _class(modules.REQUESTS, "ProfileReqOutput"))
@@ -263,6 +262,13 @@ def run_scheduler(
         keep_experts_unpinned(_class(modules.CAPTURER, "BaseHostCache"))
     _collect_garbage()
     return run(settings, answer_at_once(ports), *args, **kwargs)
+
+
+def _run_rows(scheduler: Any, settings: EngineSettings) -> None:
+    """Next to sequences."""
+    batch, adder = _class(modules.BATCH, "ScheduleBatch"), _class(modules.POLICY, "PrefillAdder")
+    evict = _class(modules.CACHE, "evict_from_tree_cache")
+    keep_rows_apart(scheduler, batch, adder, lambda self: room_in(settings, self).kept, evict)
 
 
 def _bound_requests(settings: Any) -> None:

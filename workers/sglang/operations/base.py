@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from enginepool.protocol.messages import Capabilities, Kind, Part
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.sentence_modules import Pooling
 from enginepool.workers.sglang.patches.row_forwards import BATCH_ID
 from enginepool.workers.sglang.score.prompts import Prompts
 
@@ -46,8 +47,9 @@ class RowOperation(Protocol):
     def refuse_settings(self, wanted: EngineSettings, resolved: Mapping[str, Any]) -> None:
         """Raise SettingsError where an engine that runs with the settings `resolved` would give wrong answers."""
 
-    def change_scheduler(self, pooler: Any) -> None:
-        """Change SGLang in a scheduler's process, before it starts. `pooler`: a class of SGLang's module of poolers."""
+    def change_scheduler(self, pooler: Any, pooling: Pooling) -> None:
+        """Change SGLang in a scheduler's process, before it starts. `pooler`: a class of SGLang's module of poolers. `pooling`:
+        of a model that embeds, how its rows are pooled."""
 
     def trial(self) -> Part:
         """What a part of the warm-up asks for; it has no frames."""

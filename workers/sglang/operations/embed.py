@@ -15,8 +15,10 @@ from msgspec.structs import replace
 from enginepool.protocol.messages import Capabilities, Kind
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.sentence_modules import Pooling
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation
+from enginepool.workers.sglang.patches.pooling import pool_as_the_model_says
 
 #: as in `torch.nn.functional.normalize`: a vector of zeros stays one
 _LEAST_LENGTH = 1e-12
@@ -41,15 +43,9 @@ class Embeddings(HeadOperation):
                 "engine option disable_radix_cache=False is refused: an embedding would be pooled from part of a row"
             )
 
-    def change_scheduler(self, pooler: Any) -> None:
-        """Have SGLang answer what it pools, without normalizing it."""
-        pooling = sys.modules[pooler.__module__].__dict__["Pooler"]
-        initialize = pooling.__init__
-
-        def without_normalizing(self: Any, pooling_type: Any, normalize: bool) -> None:
-            initialize(self, pooling_type, False)
-
-        pooling.__init__ = without_normalizing
+    def change_scheduler(self, pooler: Any, pooling: Pooling) -> None:
+        """Have SGLang pool as the model's folder says, and answer that without normalizing it."""
+        pool_as_the_model_says(sys.modules[pooler.__module__], pooling)
 
     def measured(self, can: Capabilities, outputs: Outputs, config: Any) -> Capabilities:
         """The size of its embeddings; its configuration says for which smaller sizes a model was trained."""

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from enginepool.protocol.messages import Capabilities, Kind, Part
 from enginepool.workers.engine import EngineError, Floats, Ids, Outputs, RowPart
+from enginepool.workers.sglang.host.sentence_modules import Pooling
 from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation, RowOperation, common_fields
 from enginepool.workers.sglang.score.cross_encoder import answer_logits
 from enginepool.workers.sglang.score.prompts import Prompts
@@ -67,7 +68,7 @@ class HeadScores(HeadOperation):
     def serves(self, generates: bool, architecture: str) -> bool:
         return not generates and any(head in architecture for head in SCORING_HEADS)
 
-    def change_scheduler(self, pooler: Any) -> None:
+    def change_scheduler(self, pooler: Any, pooling: Pooling) -> None:
         answer_logits(pooler)
 
     def measured(self, can: Capabilities, outputs: Outputs, config: Any) -> Capabilities:

@@ -175,8 +175,9 @@ PRIVATE: tuple[Private, ...] = (
         ("get_cross_encoder_activation_function", "replaced", "the engine answers logits", "config"),
     ),
     *_private(
-        "operations/embed.py", POOLER,
-        ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize"),
+        "patches/pooling.py", POOLER,
+        ("Pooler.__init__", "replaced", "rows are pooled as the model says", "self, pooling_type, normalize"),
+        ("PoolingType.CLS MEAN LAST", "read", "rows are pooled as the model says"),
     ),
     *_private("host/process.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
     *_private(

@@ -1,0 +1,98 @@
+"""Embeddings are pooled as the model's folder says; what SGLang does not compute is refused by name."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from enginepool.workers.sglang.host.sentence_modules import pooling_of
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.patches.pooling import pool_as_the_model_says
+
+MODELS = "sentence_transformers.models"
+
+
+def folder(path: Path, kinds: list[str], *configs: Any) -> str:
+    """A model with these modules behind its transformer; of the first ones with these configurations."""
+    paths = [f"{place}_{kind}" for place, kind in enumerate(kinds, 1)]
+    modules = [{"path": "", "type": "custom_st.Transformer"}]
+    modules += [{"path": path, "type": f"{MODELS}.{kind}"} for path, kind in zip(paths, kinds, strict=True)]
+    (path / "modules.json").write_text(json.dumps(modules))
+    for name, config in zip(paths, configs, strict=False):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "include_prompt": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True, "word_embedding_dimension": 8}, "last"),
+        ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean"),
+        ({"pooling_mode": ["lasttoken"]}, "last"),
+    ],
+)
+def test_a_folder_says_how_rows_are_pooled(config: dict[str, Any], pooling: str, tmp_path: Path) -> None:
+    assert pooling_of(folder(tmp_path, ["Pooling", "Normalize"], config), None, "BertModel") == pooling
+
+
+def test_a_folder_may_say_nothing(tmp_path: Path) -> None:
+    assert pooling_of(str(tmp_path), None, "BertModel") == ""
+    assert pooling_of(folder(tmp_path, []), None, "CLIPModel") == ""
+
+
+REFUSED: list[tuple[list[str], list[Any], str]] = [
+    (["Pooling"], [{"pooling_mode_max_tokens": True}], "1_Pooling/config.json: pooling is max_tokens; SGLang pools by cls"),
+    (
+        ["Pooling"],
+        [{"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}],
+        "pooling is cls_token and mean_tokens",
+    ),
+    (["Pooling"], [{"pooling_mode_cls_token": False}], "pooling is none"),
+    (["Pooling"], [{"pooling_mode": "mean", "include_prompt": False}], "include_prompt is false"),
+    (["Pooling"], [[]], "not a list of modules"),
+    (["Pooling"], [], "1_Pooling/config.json: cannot be read .FileNotFoundError., and modules.json names it"),
+    (["Pooling", "Dense"], [{"pooling_mode": "mean"}, {}], f"does not compute the module '{MODELS}.Dense'"),
+    (["WordWeights"], [{}], f"does not compute the module '{MODELS}.WordWeights'"),
+]
+
+
+@pytest.mark.parametrize(("kinds", "configs", "says"), REFUSED)
+def test_what_sglang_does_not_compute_is_refused(kinds: list[str], configs: list[Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=says):
+        pooling_of(folder(tmp_path, kinds, *configs), None, "BertModel")
+
+
+def test_a_list_of_modules_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text('[{}, {"type": "Pooling"}]')
+    with pytest.raises(SettingsError, match="not a list of modules"):
+        pooling_of(str(tmp_path), None, "BertModel")
+
+
+def test_dense_layers_are_for_models_for_which_sglang_computes_them(tmp_path: Path) -> None:
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    model = folder(tmp_path, ["Pooling", "Dense", "Normalize"], {"pooling_mode_mean_tokens": True}, identity)
+    with pytest.raises(SettingsError, match=re.escape("2_Dense/model.safetensors: cannot be read")):
+        pooling_of(model, None, "Gemma3TextModel")
+    (tmp_path / "2_Dense" / "model.safetensors").touch()
+    assert pooling_of(model, None, "Gemma3TextModel") == "mean"
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
+    with pytest.raises(SettingsError, match="does not compute activation_function"):
+        pooling_of(model, None, "Gemma3TextModel")
+
+
+@pytest.mark.parametrize(("pooling", "chosen"), [("", 0), ("cls", 1), ("mean", 2), ("last", 0)])
+def test_each_row_is_pooled_by_the_rule_that_was_chosen(pooling: str, chosen: int) -> None:
+    class Pooler:
+        def __init__(self, pooling_type: int, normalize: bool) -> None:
+            self.asked = pooling_type, normalize
+
+    types = SimpleNamespace(LAST=0, CLS=1, MEAN=2)
+    module: Any = SimpleNamespace(Pooler=Pooler, PoolingType=types)
+    pool_as_the_model_says(module, pooling)
+    assert module.Pooler(0, True).asked == (chosen, False)
