@@ -1,5 +1,6 @@
-"""Embeddings are pooled as the model's folder says; what SGLang does not compute is refused by name."""
+"""Embeddings are pooled as the model's folder says, each row alone; what SGLang does not compute is refused by name."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from enginepool.workers.sglang.host.sentence_modules import pooling_of
 from enginepool.workers.sglang.host.settings import SettingsError
-from enginepool.workers.sglang.patches.pooling import pool_as_the_model_says
+from enginepool.workers.sglang.patches.pooling import means, pool_as_the_model_says
 
+torch: Any = importlib.import_module("torch")
 MODELS = "sentence_transformers.models"
 
 
@@ -86,13 +88,31 @@ def test_dense_layers_are_for_models_for_which_sglang_computes_them(tmp_path: Pa
         pooling_of(model, None, "Gemma3TextModel")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_of_a_short_row_does_not_depend_on_the_rows_before_it(dtype: Any) -> None:
+    """SGLang's own, of one sum over all rows, points elsewhere in bfloat16, and is NaN in float16."""
+    torch.manual_seed(0)
+    lengths = [4000, 3, 1, 8]
+    states = (torch.randn(sum(lengths) + 4, 16) + torch.linspace(0, 40, 16)).to(dtype)
+    found = means(states, torch.tensor(lengths, dtype=torch.int32))
+    expected = torch.stack([row.double().mean(0) for row in states[: sum(lengths)].split(lengths)])
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected.to(dtype), rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
+
+
 @pytest.mark.parametrize(("pooling", "chosen"), [("", 0), ("cls", 1), ("mean", 2), ("last", 0)])
 def test_each_row_is_pooled_by_the_rule_that_was_chosen(pooling: str, chosen: int) -> None:
     class Pooler:
         def __init__(self, pooling_type: int, normalize: bool) -> None:
             self.asked = pooling_type, normalize
 
+    def pool(pooling_type: int, hidden_states: Any, forward_batch: Any) -> str:
+        return f"SGLang's {pooling_type}"
+
     types = SimpleNamespace(LAST=0, CLS=1, MEAN=2)
-    module: Any = SimpleNamespace(Pooler=Pooler, PoolingType=types)
+    module: Any = SimpleNamespace(Pooler=Pooler, pool_hidden_states=pool, PoolingType=types)
     pool_as_the_model_says(module, pooling)
     assert module.Pooler(0, True).asked == (chosen, False)
+    batch = SimpleNamespace(extend_seq_lens=torch.tensor([2, 1]))
+    assert module.pool_hidden_states(1, torch.ones(3, 4), batch) == "SGLang's 1"
+    assert module.pool_hidden_states(2, torch.arange(3.0).reshape(3, 1), batch).tolist() == [[0.5], [2.0]]

@@ -14,6 +14,7 @@ from enginepool.workers.sglang.patches.modules import (
     DEEP_GEMM,
     DETOKENIZER,
     ENGINE,
+    FORWARD,
     GATHER,
     GRAMMAR,
     LAYERS,
@@ -177,7 +178,12 @@ PRIVATE: tuple[Private, ...] = (
     *_private(
         "patches/pooling.py", POOLER,
         ("Pooler.__init__", "replaced", "rows are pooled as the model says", "self, pooling_type, normalize"),
+        ("pool_hidden_states", "replaced", "the mean of each row alone", "pooling_type, hidden_states, forward_batch"),
         ("PoolingType.CLS MEAN LAST", "read", "rows are pooled as the model says"),
+    ),
+    *_private(
+        "patches/pooling.py", FORWARD,
+        ("ForwardBatch.extend_seq_lens", "read", "the mean of each row alone"),
     ),
     *_private("host/process.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
     *_private(
