@@ -28,7 +28,16 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
 }
+#: how an adapter may have begun: with others, such as PiSSA and LoftQ, PEFT changes the weights of the model below it
+_INITIALIZED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 #: what a module needs of its layer: SGLang stacks q, k and v, and gate and up, and fills in zeros for k, up and w3 alone
 _STACKED_WITH = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}
 #: modules that SGLang has under another name
@@ -114,6 +123,11 @@ def _check_config(text: bytes) -> int:
         if (value := config.get(key)) not in values:
             same = f"lora_alpha = {alpha * rank**0.5:.6g} without it is the same" if key == "use_rslora" else "train without it"
             raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; {same}")
+    if (value := config.get("init_lora_weights")) not in _INITIALIZED:
+        convert = "save_pretrained with path_initial_model_for_weight_conversion makes an adapter of the model as it was"
+        raise CheckpointError(
+            f"{CONFIG_FILE}: init_lora_weights is {value!r:.40}, which changes the model's weights; {convert}"
+        )
     return rank
 
 

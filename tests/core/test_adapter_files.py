@@ -15,6 +15,8 @@ from enginepool.workers.weights.checkpoint import CheckpointError
 
 SHAPES = {"lin.weight": (4, 6), "norm.weight": (4,)}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["lin"], "bias": "none", "use_rslora": False}
+#: with these PEFT takes from the weights of the model what it puts into the adapter
+CHANGING = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")
 A, B = "base_model.model.lin.lora_A.weight", "base_model.model.lin.lora_B.weight"
 
 
@@ -56,6 +58,10 @@ def test_its_digest_is_that_of_its_two_files(tmp_path: Path) -> None:
         ({**CONFIG, "bias": "all"}, "bias is 'all'"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({**CONFIG, "rank_pattern": {"lin": 8}}, "rank_pattern"),
+        ({**CONFIG, "alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({**CONFIG, "use_qalora": True}, "use_qalora"),
+        ({**CONFIG, "layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
+        *(({**CONFIG, "init_lora_weights": how}, f"init_lora_weights is '{how}', which changes the model") for how in CHANGING),
         ({**CONFIG, "target_modules": r".*\.(q|v)_proj"}, "target_modules is .*; SGLang takes a list of names"),
         ({**CONFIG, "target_modules": None}, "target_modules is None"),
         (b" " * (MAX_ADAPTER_CONFIG + 1), "more than 65536 bytes"),
@@ -65,6 +71,13 @@ def test_its_digest_is_that_of_its_two_files(tmp_path: Path) -> None:
 def test_a_configuration_that_would_be_served_as_another_one_is_refused(tmp_path: Path, config: Any, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read(folder(tmp_path / "a", config), tmp_path)
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_an_adapter_that_leaves_the_weights_of_the_model_alone_is_read(tmp_path: Path, how: object) -> None:
+    others = {"alora_invocation_tokens": None, "layer_replication": None, "arrow_config": None, "use_qalora": False}
+    path = folder(tmp_path / "a", {**CONFIG, **others, "init_lora_weights": how})
+    assert read(path, tmp_path)[0] == str(path)
 
 
 @pytest.mark.parametrize(
