@@ -86,7 +86,7 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         """
         call: PoolCall = getattr(getattr(request, "state", None), "pool_call", None) or PoolCall({"group": self.group})
         _current.set(call)
-        begun = False
+        begun, lengths = False, dict[str, int]()
         base: Any = super()
         try:
             if request is not None and "timeout" not in call.options:
@@ -97,9 +97,11 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
             async for answer in base.generate_request(obj, request):
                 if call.failure is not None and not begun:
                     raise call.failure
-                begun = True
-                _complete(answer, call)
-                yield answer
+                # SGLang sends no piece without text, and its log-probabilities in no other: those of the next answer have them.
+                if not obj.return_logprob or _has_news(answer, lengths):
+                    begun = True
+                    _complete(answer, call)
+                    yield answer
                 call.advanced.set()
         except (EnginepoolError, OverflowError) as error:
             call.failure = error if isinstance(error, EnginepoolError) else bad("prompt", f"prompt: a token id: {error}")
@@ -169,6 +171,16 @@ class PoolTokenizerManager(_tokenizer.TokenizerManager):
         """Answers that wait for the caller."""
         state = self.rid_to_state.get(rid)
         return 0 if state is None else len(state.out_list)
+
+
+def _has_news(answer: Any, lengths: dict[str, int]) -> bool:
+    """Whether an answer has text that the one before it had not, or ends its sequence. `lengths`: of the texts before, by
+    SGLang's id."""
+    if isinstance(answer, list) or answer["meta_info"].get("finish_reason"):
+        return True
+    id_, length = answer["meta_info"]["id"], len(answer["text"])
+    before, lengths[id_] = lengths.get(id_, 0), length
+    return length != before
 
 
 def _complete(answer: Any, call: PoolCall) -> None:

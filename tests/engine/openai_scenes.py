@@ -130,6 +130,24 @@ class Scenes:
         chunks = await self.streamed(stop=["ENDED"])
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "It is so. ENGINE "
 
+    async def a_stream_has_the_log_probabilities_of_tokens_that_are_parts_of_a_character(self) -> None:
+        making: Any = self.endpoints._making  # pyright: ignore[reportPrivateUsage]
+        chat = making.result().chat
+        parsers = chat.tool_call_parser, chat.reasoning_parser
+        # With a parser SGLang sends them in pieces without text; without one it leaves them out.
+        chat.tool_call_parser = chat.reasoning_parser = None
+        try:
+            for texts in ([TEXT], [TEXT, "日本"]):
+                self.pool.reset(*texts)
+                chunks = await self.streamed(n=len(texts), logprobs=True)
+                for number, text in enumerate(texts):
+                    choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
+                    said = [one.logprob for choice in choices if choice.logprobs for one in choice.logprobs.content]
+                    assert said == [-1.0 - at for at in range(len(self.tokenizer.encode(text)))]
+                    assert "".join(choice.delta.content or "" for choice in choices) == text
+        finally:
+            chat.tool_call_parser, chat.reasoning_parser = parsers
+
     async def completions_take_texts_and_token_ids(self) -> None:
         self.pool.reset("one", "two")
         found = await self.client.completions.create(model="", prompt=["a b", "c"], max_tokens=5, logprobs=0, echo=False)
