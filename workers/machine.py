@@ -266,7 +266,7 @@ class WorkerMachine:
 
     def _weights(self, message: ev.Asked, frames: tuple[ev.Frame, ...]) -> list[WorkerEffect]:
         effects = self.work.drop() if self.updates.gives_up(message) else []
-        effects += self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
+        effects += self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.memory.takes_weights(self.stage)))
         if self.updates.waiting is not None:
             # The work inside runs again, elsewhere or on the new weights: its answers are not needed. Generations may stay.
             effects += self.work.drop(generations=not self.updates.keeps_generations)

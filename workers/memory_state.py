@@ -26,6 +26,10 @@ class MemoryState:
         """No work may enter the engine."""
         return bool(self.commanded or self.asleep)
 
+    def takes_weights(self, stage: str) -> bool:
+        """Whether the engine is ready, with memory for weights. It says `ready` when it is again."""
+        return stage == "ready" and "weights" not in self.asleep
+
     def take(self, command: Command, epoch: int, stage: str, updates: WorkerUpdates, work: TaskLedger) -> WorkerEffect:
         """Run a command, or say why not. One that is delivered twice runs twice: the first answer may be lost with its link."""
         # Where dropped work is inside, later work waits for it, and would enter an engine that has said that it is paused.

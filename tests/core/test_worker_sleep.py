@@ -53,6 +53,22 @@ def test_ready_says_what_sleeps_before_the_answer() -> None:
     assert isinstance(again[1], Ready) and again[1].asleep == EVERY
 
 
+def test_a_restore_that_meets_sleeping_weights_is_left_to_the_next_ready() -> None:
+    """The coordinator sent it before it heard that they sleep. No engine can take it."""
+    for early in (True, False):
+        w = ready()
+        hear(w, command(1))
+        effects = hear(w, Restore(4, "d")) if early else []
+        effects += run(w, done(1, EVERY))
+        effects += [] if early else hear(w, Restore(4, "d"))
+        assert not [effect for effect in effects if isinstance(effect, RunWeights)]
+        assert [type(effect) for effect in hear(w, command(2, "wake"))] == [RunCommand]
+        [told, _] = sent(run(w, done(2, [])))
+        assert isinstance(told, Ready) and not told.asleep
+        assert [effect.message for effect in hear(w, Restore(4, "d")) if isinstance(effect, RunWeights)] == [Restore(4, "d")]
+        w.check()
+
+
 def test_weights_that_are_lost_are_told_by_a_digest_that_no_weights_have() -> None:
     w = ready()
     hear(w, command(1))

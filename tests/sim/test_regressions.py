@@ -101,6 +101,12 @@ GENERATIONS = [
     (30372, 7, ("sleeping",), "the simulator never answered a pause whose generations were all cancelled meanwhile"),
     (10544, 1, ("sleeping",), "the simulator counted tasks that generate after all batches of rows that were sent with them"),
     (12342, 7, ("updates", "sleeping"), "the simulator held a coordinator to an external worker that it had given up"),
+    (
+        11791,
+        8,
+        ("updates", "sleeping"),
+        "a worker that slept right after a restore that failed was asked for another one meanwhile",
+    ),
 ]
 
 #: in rarer surroundings; seed, workers, flags

@@ -72,8 +72,7 @@ class WorkerUpdates:
 
     def __init__(self) -> None:
         #: of the weights in the engine; "" for those of its checkpoint
-        self.version = 0
-        self.digest = ""
+        self.version, self.digest = 0, ""
         #: run and version of the weights that a coordinator called committed last
         self.committed: tuple[int, int] = (0, 0)
         #: the coordinator has to hear by `ready` that `version` or `digest` changed
@@ -92,9 +91,10 @@ class WorkerUpdates:
         self.inspecting: set[TaskId] = set()
 
     def memory_changed(self, event: CommandDone) -> None:
-        """Memory of the engine was released or taken back, perhaps. Where its weights are lost with their memory, what is there
-        when it is taken back means nothing."""
+        """Memory of the engine was released or taken back, perhaps; weights that were lost with it mean nothing from now on."""
         self.changed = self.changed or event.asleep is not None
+        if isinstance(self.waiting, Restore) and "weights" in (event.asleep or ()):
+            self.waiting = None
         if event.lost_weights:
             self.version, self.digest = 0, LOST_WEIGHTS
 
@@ -139,7 +139,7 @@ class WorkerUpdates:
         if isinstance(message, ReleaseWeights):
             return self._release(message.update, message.reason)
         if isinstance(message, Restore):
-            # The engine cannot before it is ready; the coordinator repeats the request then.
+            # The engine cannot before it is ready, or while its weights sleep; the coordinator repeats the request then.
             return self._restore(message) if ready else []
         if message.task in self.inspecting:
             return []
