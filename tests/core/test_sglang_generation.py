@@ -226,6 +226,17 @@ def test_replicas_that_are_process_groups_of_their_own_find_their_own_ports() ->
         ),
         ({"pp_size": 2}, Processes(1, 2, "engine option pp_size=2: weight updates do not reach its later stages")),
         (
+            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+            Processes(
+                1, 1, "engine option hicache_storage_backend=file: weight updates do not reach the KV caches in its storage"
+            ),
+        ),
+        (
+            {"enable_lmcache": True},
+            Processes(1, 1, "engine option enable_lmcache=True: weight updates do not reach the KV caches in its storage"),
+        ),
+        ({"enable_hierarchical_cache": True, "enable_lmcache": False, "hicache_storage_backend": None}, Processes(1)),
+        (
             {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True},
             Processes(4, 1, "engine option dp_size=2: weight updates do not reach its replicas"),
         ),
