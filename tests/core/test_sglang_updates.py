@@ -545,6 +545,31 @@ def test_an_engine_that_never_gets_idle_keeps_its_weights(
     assert same(before, state(engine.models[0])) and engine.weights.version == 0
 
 
+def test_ranks_that_receive_different_bytes_are_the_end_of_the_engine(
+    make: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a direct transfer no stager has looked at the bytes."""
+
+    def received(group: Any, manifest: Any, bucket_bytes: int, digest: Any, own: bool) -> Iterator[tuple[str, Any]]:
+        digest.add(torch.full((256,), group.says, dtype=torch.uint8), 0)
+        yield from drawn(1)
+
+    monkeypatch.setattr(sglang_weights, "received", received)
+    engine = make(2)
+    weights = NewWeights(tuple(TENSORS), group="g", bucket_bytes=256)
+
+    def load(*says: int) -> str:
+        for model, said in zip(engine.models, says, strict=True):
+            member = sglang_weights._weights[id(model)]._member  # pyright: ignore[reportPrivateUsage]
+            member.group = SimpleNamespace(name="g", says=said)
+        asyncio.run(engine.weights.load_weights(weights, 1, ""))
+        return engine.weights.digest
+
+    assert load(1, 1) == load(1, 1) != load(2, 2)
+    with pytest.raises(EngineDied, match="received different weights"):
+        load(1, 2)
+
+
 def test_ranks_that_differ_in_what_they_did_are_the_end_of_the_engine(make: Callable[[int], Engine], tmp_path: Path) -> None:
     engine, weights = make(2), Drawn(tmp_path, 1)
     engine.idle[1] = False

@@ -204,6 +204,8 @@ class SglangWeights:
             digest, _ = await self._digest()
         elif weights.group:
             digest = answers[0]["digest"]
+            if any(answer["digest"] != digest for answer in answers):
+                raise EngineDied("the engine's processes received different weights")
         self.version, self.digest = version, digest
         return LoadTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
 
