@@ -430,6 +430,20 @@ def test_zeros_are_not_refused_where_a_worker_could_not_name_all_that_there_were
     assert phases(pool.tell(links[0], Inspected(question.task, findings=others))) == ["staged"]
 
 
+def test_only_a_worker_that_has_the_committed_weights_is_asked_what_is_zero_in_them() -> None:
+    zeros = [Finding("w", "zero", 6)]
+    for holds in (True, False):
+        pool = UpdatePool()
+        trainer, links = Trainer(pool), [pool.worker("other", version=7)]
+        pool.tell(links[0], Restored(0, "needs_weights", "nowhere"))
+        links += [pool.worker("w")] if holds else []
+        to_transfer(pool, trainer)
+        trainer.sent()
+        sent = pool.stage(links, findings=zeros)
+        assert [s.link for s in sent if isinstance(s.message, Inspect)] == links[1:]
+        assert holds or phases(sent) == ["staged"]
+
+
 def test_zeros_that_were_there_before_are_reported() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer)

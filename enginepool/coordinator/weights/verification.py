@@ -33,11 +33,14 @@ def why_refused(update: Update) -> Refusal | None:
 
 
 def asks_for_zeros(core: Context, update: Update) -> bool:
-    """Whether a member must say what is zero in the committed weights, which its engine has. It is asked once."""
+    """Whether a member must say what is zero in the committed weights, which its engine has. It is asked once. If no member has
+    them, zeros are reported, not refused."""
     if update.group.zeros is not None or not zero_matrices(update):
         return False
     if update.inspecting is None:
-        worker = next(iter(update.members.values())).worker
+        worker = next((member.worker for member in update.members.values() if member.worker.holds), None)
+        if worker is None:
+            return False
         update.inspecting = core.task_id(), worker
         update.due = core.now + core.config.timing.update_inspect_s
         ask_for_zeros(core, update)
