@@ -250,6 +250,22 @@ def test_a_worker_whose_gpu_is_another_worker_s_now_is_ended(
     assert line in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("slot", "ends"), [("g.0", False), ("g.1", True), ("other.0", True)])
+def test_a_stager_whose_slot_was_removed_is_asked_to_end(scene: Scene, slot: str, ends: bool) -> None:
+    """It holds staged weights in the memory of a GPU that another worker may get."""
+    config = msgspec.structs.replace(scene.config.groups["g"], options={"tensors": [["w", "float32", [4]]]})
+    scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
+    stager = scene.stranger()
+    (scene.directory / "stagers").mkdir()
+    record = {"pid": stager.pid, "created": records.created_at(stager.pid), "host": host_identity()}
+    (scene.directory / "stagers" / f"{slot}.json").write_bytes(msgspec.json.encode(record))
+    scene.run(lambda launcher: launcher.adopt())
+    if ends:
+        assert stager.wait(PATIENCE_S) == -signal.SIGTERM
+    else:
+        assert answers(stager)
+
+
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scene.stranger()
     created = records.created_at(worker.pid)

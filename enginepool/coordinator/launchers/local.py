@@ -136,6 +136,8 @@ class LocalLauncher:
                 last = cause(None, self.last_line(record.incarnation))
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
             found.append(EarlierWorker(record.group, record.index, record.incarnation, lives=False))
+        groups = self._config.groups.items()
+        self._stagers.dismiss({f"{name}.{i}" for name, group in groups if _takes_updates(group) for i in range(group.workers)})
         return found
 
     def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from asyncio import TimerHandle, get_running_loop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -116,6 +116,14 @@ class Stagers:
                 f"whose path has at most {LONGEST_PATH} bytes"
             )
 
+    def dismiss(self, slots: Collection[str]) -> None:
+        """Ask stagers of an earlier coordinator to end whose workers are in none of these slots: they hold memory of GPUs. They
+        write the snapshots that they owe before."""
+        for path in self._directory.glob("*.json"):
+            record = read_record(path, StagerRecord) if path.stem not in slots else None
+            if record is not None and record.lives:
+                _ask_to_end(ChildProcess(record.pid))
+
     def end(self) -> None:
         """End all stagers of this state directory, without waiting."""
         self._ended = True
@@ -131,8 +139,7 @@ class Stagers:
         self._ended, self._finished = True, finished
         for stager in self._stagers.values():
             if stager.process is not None:
-                stager.process.send(signal.SIGTERM)
-                stager.process.send(signal.SIGCONT)  # a stopped process does not get SIGTERM
+                _ask_to_end(stager.process)
         self._too_late = get_running_loop().call_later(FINISH_S, self.end)
         get_running_loop().call_soon(self._check_finished)
 
@@ -222,3 +229,8 @@ class Stagers:
 
 def _log_of(slot: str) -> str:
     return f"stager-{slot}.log"
+
+
+def _ask_to_end(process: ChildProcess) -> None:
+    process.send(signal.SIGTERM)
+    process.send(signal.SIGCONT)  # a stopped process does not get SIGTERM
