@@ -196,7 +196,6 @@ class EmbeddedCoordinator:
         self._process.watch(self._exited)
 
     def _exited(self, code: int | None) -> None:
-        assert code is not None
         self._process = None
         self._gone.set()
         if self._stopping:
@@ -214,7 +213,7 @@ class EmbeddedCoordinator:
         else:
             self._again = self._loop.call_later(wait, self._spawn)
 
-    def _failure(self, story: str, code: int) -> ErrorReply:
+    def _failure(self, story: str, code: int | None) -> ErrorReply:
         lines = self._last_lines()
         if code in (BAD_CONFIG, CANNOT_WRITE, HOST_FAULT) and lines:
             return ErrorReply("config", lines[-1].removeprefix("enginepool: "))

@@ -89,7 +89,10 @@ class ForkedChild:
 
     def wait(self) -> int:
         if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            try:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            except ChildProcessError:
+                self.returncode = 0  # as `subprocess` has it
         return self.returncode
 
 
@@ -162,7 +165,11 @@ class ChildProcess:
     def reap(self) -> int | None:
         """Wait for its end, then stop watching it. Returns the exit code, None if it is unknown."""
         self._stop_watching()
-        return None if self._child is None else self._child.wait()
+        if self._child is None:
+            return None
+        known = self._child.returncode is not None or _left_code(self.pid)
+        code = self._child.wait()
+        return code if known else None
 
     def reaped(self, code: int) -> None:
         """The caller has waited for it itself."""
@@ -217,6 +224,16 @@ class ChildProcess:
 
         self._stop_watching = stop
         loop.add_reader(fd, readable)
+
+
+def _left_code(pid: int) -> bool:
+    """Wait for the end of a child. Whether its exit code can be asked for: not in a program that ignores SIGCHLD, or that waits
+    for all of its children itself."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def created_at(pid: int) -> float:

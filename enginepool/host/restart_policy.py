@@ -32,7 +32,7 @@ class RestartPolicy:
         self.most, self.window_s = most, window_s
         self._deaths: deque[float] = deque()
 
-    def after_end(self, code: int, now: float) -> float | None:
+    def after_end(self, code: int | None, now: float) -> float | None:
         """Seconds to wait before the next start; None: no more. A fault of the host does not count: it may last a night."""
         if code == RESTART:
             return 0.0
@@ -58,6 +58,8 @@ class RestartPolicy:
         return f"ended more than {self.most} times within {self.window_s:g} s, the last time"
 
 
-def exit_text(code: int) -> str:
-    """An exit code, or the signal that a negative one stands for."""
+def exit_text(code: int | None) -> str:
+    """An exit code, or the signal that a negative one stands for; None: it is unknown."""
+    if code is None:
+        return "an unknown exit code"
     return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"

@@ -167,6 +167,22 @@ def test_what_was_not_answered_survives_the_death_of_the_coordinator():
     uvloop.run(main())
 
 
+def test_a_coordinator_that_dies_is_started_again_also_where_the_program_keeps_no_exit_codes() -> None:
+    """A program that ignores SIGCHLD, or waits for all of its children, took any end for that of a pool that was stopped."""
+
+    async def main() -> None:
+        async with Pool.start(config=PoolConfig(groups={"g": SIM})) as pool:
+            await all_ready(pool)
+            coordinator_of(pool).kill()
+            assert (await pool.score([1], [[2]], label_token_ids=[1])).scores.shape == (1, 1)
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_blocking_pool_can_be_started_too():
     with BlockingPool.start(config=PoolConfig(groups={"g": SIM})) as pool:
         pool.ready(PATIENCE_S)
