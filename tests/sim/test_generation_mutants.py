@@ -49,6 +49,15 @@ def the_last_token_before_a_loss_is_generated_twice(patch: pytest.MonkeyPatch) -
     patch.setattr(batches, "start_message", start_message)
 
 
+def a_worker_that_generates_nothing_keeps_its_tasks(patch: pytest.MonkeyPatch) -> None:
+    real = Worker.owed
+
+    def owed(self: Worker) -> list[RunningBatch]:
+        return [batch for batch in real(self) if batch.slices[0][0].generation is None]
+
+    patch.setattr(Worker, "owed", owed)
+
+
 def a_sequence_names_only_the_worker_at_which_it_ended(patch: pytest.MonkeyPatch) -> None:
     real = generations.note_sequence
 
@@ -272,6 +281,7 @@ def ends_are_sent_apart_from_tokens_with_logprobs(patch: pytest.MonkeyPatch) -> 
     "mutate",
     [
         the_last_token_before_a_loss_is_generated_twice,
+        a_worker_that_generates_nothing_keeps_its_tasks,
         a_sequence_names_only_the_worker_at_which_it_ended,
         credit_is_ignored,
         a_request_that_is_sent_again_begins_at_position_0,

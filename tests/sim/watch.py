@@ -29,6 +29,7 @@ from tests.sim.deadlines import watch_deadlines
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.shares import Shares
+from tests.sim.standstill import StandstillWatch
 from tests.sim.traffic import TEXT_OFFSET, uid_of
 
 #: all invariants are checked every so many events
@@ -45,6 +46,7 @@ class Watch:
         watch_admission(machine)
         watch_deadlines(machine)
         self.commands = CommandWatch(machine, machine.core.config.timing.update_inspect_s)
+        self.standstill = StandstillWatch(machine)
         self.oracle = oracle
         self.events = 0
         self._check_every = check_every
@@ -98,6 +100,7 @@ class Watch:
                 stopped = [(message.epoch, counter) for counter in message.tasks]
                 back.update(self._generations.pop(task) for task in stopped if task in self._generations)
         self.commands.after(effects)
+        self.standstill.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
             if group.trial is not self._trials.get(group.name, (None, 0))[0]:

@@ -197,8 +197,8 @@ class RunningBatch:
     """Rows that a worker runs as one forward."""
 
     __slots__ = (
-        "adapter", "adapter_version", "at", "cost", "counted", "deadline", "id", "late", "packed", "rows", "slices", "trial",
-        "worker",
+        "adapter", "adapter_version", "at", "began", "cost", "counted", "deadline", "id", "late", "packed", "rows", "slices",
+        "trial", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -218,9 +218,8 @@ class RunningBatch:
         #: tokens that its worker computes, with lengths rounded up to the engine's page
         self.cost = cost
         self.rows = rows
-        #: when the worker is lost if it has not answered; when half of that time is over
-        self.deadline = 0.0
-        self.late = 0.0
+        #: when it was sent; when the worker is lost if it has not answered; when half of that time is over
+        self.began = self.deadline = self.late = 0.0
         #: a suspect runs alone in it
         self.trial = trial
         #: its rows are packed

@@ -20,6 +20,8 @@ from enginepool.protocol.messages import TaskId
 
 #: states that no fact about the worker ends, but only a transition of their own
 _DECIDED = frozenset({WorkerState.RESTORING, WorkerState.LEAVING, WorkerState.LOST})
+#: of `timing.forward_s`: a task that generated nothing for so long, and was stopped, says something about its engine
+TELLING = 1 / 6
 
 
 # --- workers: how a state is found and entered ---------------------------------------------------------------------------
@@ -223,20 +225,20 @@ def start_batch(batch: RunningBatch) -> None:
 def end_batch(core: Context, batch: RunningBatch) -> None:
     """A batch is done, lost or taken back."""
     worker = batch.worker
+    generates = (request := batch.slices[0][0]).generation is not None
+    oldest = generates and worker.oldest()[-1] is batch
     del worker.batches[batch.id]
     worker.cost -= batch.cost
     worker.rows -= batch.rows
-    if (request := batch.slices[0][0]).generation is not None:
+    if generates:
         worker.generations -= 1
         worker.sequence_tokens -= batch.cost
         worker.sequences -= batch.rows
-        oldest = worker.oldest()[-1] if worker.generations else None
-        if oldest is not None and oldest.deadline < batch.deadline:
-            # Tokens give time to the oldest task alone: this one had none from those that came before it was that.
-            oldest.deadline, oldest.late = batch.deadline, batch.late
         worker.priorities[request.priority] -= 1
         if not worker.priorities[request.priority]:
             del worker.priorities[request.priority]
+    if oldest:
+        worker.pass_time_on(batch, core.now, core.config.timing.forward_s * TELLING)
     if batch.trial:
         _end_trial(core, worker)
     elif worker.state is WorkerState.LATE:

@@ -28,7 +28,8 @@ class Worker:
         "detail", "digest", "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host",
         "incarnation", "joined", "link", "missing_snapshot", "missing_weights", "name", "named", "order", "pace",
         "packed_in_a_row", "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens",
-        "sequences", "since", "slot", "stage", "stamp", "state", "texts", "unread_media", "version",
+        "sequences", "since", "slot", "stage", "stamp", "state", "texts", "time_left", "unread_media",
+        "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -80,6 +81,8 @@ class Worker:
         #: of `batches`, the tasks that generate: how many, and the sums of their cost and rows. These, and those of the
         #: rest, are never over what the worker declared.
         self.generations = self.sequence_tokens = self.sequences = 0
+        #: the last of these tasks was late when it was stopped: with the next one, seconds until the engine must generate
+        self.time_left: float | None = None
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
         #: its text requests
@@ -137,6 +140,18 @@ class Worker:
             return [next(iter(batches))] if batches else []
         rows = next(batch for batch in batches if batch.slices[0][0].generation is None)
         return [rows, next(batch for batch in batches if batch.slices[0][0].generation is not None)]
+
+    def pass_time_on(self, ended: RunningBatch, now: float, telling: float) -> None:
+        """The oldest of its tasks that generate has ended. Tokens of any of them give time to the oldest alone: the next one
+        has the time that this one had left. It keeps its own where that is longer and this one was stopped within `telling`
+        seconds, in which a busy engine may not have begun with it. Tasks that begin later have `telling` seconds at least."""
+        long = now - ended.began >= telling
+        if self.generations:
+            following = self.oldest()[-1]
+            if long or following.deadline < ended.deadline:
+                following.deadline, following.late = ended.deadline, ended.late
+        elif long and now > ended.late:
+            self.time_left = max(telling, ended.deadline - now)
 
     def owed(self) -> list[RunningBatch]:
         """Those of the oldest that may be late: generations that stand still in a paused group are not."""

@@ -165,6 +165,7 @@ class WorkerReports:
             return
         if not progress:
             return
+        worker.time_left = None
         if worker.generations:
             oldest, allowed = worker.oldest()[-1], self.core.config.timing.forward_s
             oldest.deadline, oldest.late = e.now + allowed, e.now + allowed / 2

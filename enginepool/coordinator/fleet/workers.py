@@ -97,11 +97,12 @@ class WorkerRegistry:
         for batch in tasks:
             end_batch(self.core, batch)
             self.requests.returned(batch)
+        worker.time_left = None  # whether its engine works shows what it is asked next
         stop_tasks(self.core, tasks)
 
     def give_time(self, worker: Worker) -> None:
         """Its engine stood still: the work that it has begins to be late from now on."""
-        allowed = self.core.config.timing.forward_s
+        allowed, worker.time_left = self.core.config.timing.forward_s, None
         for batch in worker.batches.values():
             batch.deadline, batch.late = self.core.now + allowed, self.core.now + allowed / 2
 

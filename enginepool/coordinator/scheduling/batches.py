@@ -192,8 +192,10 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     models = [pace.seconds(tokens, rows) for pace in (worker.pace, worker.packed_pace) if pace is not None]
     expected = max(worker.group.speed.token_s * tokens, *models, 0.0)
     allowed = max(timing.forward_s, timing.forward_factor * expected)
-    batch.deadline = core.now + allowed
-    batch.late = core.now + allowed / 2
+    batch.began, batch.deadline = core.now, core.now + allowed
+    if generation is not None and worker.time_left is not None:
+        batch.deadline = core.now + worker.time_left
+    batch.late = batch.deadline - allowed / 2
     post_batch(core, batch)
 
 
