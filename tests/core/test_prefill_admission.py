@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enginepool.workers.sglang.generate import prefill_admission
 from enginepool.workers.sglang.generate.prefill_admission import MOST_STEPS, SHORT, Prefill, PrefillAdmission
 
 ROOM = 100
@@ -69,6 +70,39 @@ def test_while_sequences_decode_each_round_is_one_forward_and_the_next_follows_i
         assert on.states() == "ddddddiiiiw"
 
     check(test)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_no_prompt_waits_long_for_one_whose_media_or_grammar_are_prepared(
+    decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_admission, "PREPARED_S", 0.01)
+
+    async def run() -> None:
+        on = Sequences()
+        if decodes:
+            on.arrive(1)
+            on.prefill()
+        slow, quick, ended = (Prefill(on.admission, 3 * ROOM, 0, prepared=True) for _ in range(3))
+        assert [one.state for one in (slow, quick, ended)] == ["inside", "waits", "waits"]  # in rounds, as others
+        plain = Prefill(on.admission, ROOM, 0)
+        on.decode(MOST_STEPS)
+        assert plain.state == "waits"
+        for one in (quick, ended):
+            one.over()
+        async with asyncio.timeout(10):
+            while not plain.turn.done():  # once it is known that it takes long
+                on.decode()
+                await asyncio.sleep(0)
+        assert slow.state == "inside"
+        slow.began()
+        assert slow.state == "decodes"
+        slow.over()
+        on.all.append(plain)
+        on.prefill()
+        assert set(on.states()) == {"d"}
+
+    asyncio.run(run())
 
 
 def test_a_prompt_alone_waits_for_a_few_decodes_after_the_last_prefill() -> None:

@@ -9,6 +9,9 @@ SGLang runs a prefill whenever a prompt waits in its queue, before any decode. T
 So prompts wait here and are handed over in rounds: what one prefill forward takes, and the next round once that has been
 computed and a few decodes have run. Sequences of a lower priority do not delay a round. While those of a higher priority
 decode, rounds are shorter and fewer: each stops all of them for as long as it takes.
+
+Media and grammars of a prompt are prepared after it was handed over, which may take a minute. No other prompt waits for more
+than PREPARED_S of that.
 """
 
 import asyncio
@@ -20,6 +23,8 @@ from typing import Literal
 MOST_STEPS, _DECODING = 4, 8
 #: By what the tokens of a round are divided while a higher priority decodes. MOST_STEPS decodes are between two such rounds.
 SHORT = 4
+#: A prompt whose media or grammar are prepared counts as one of its round for so many seconds; most are computed by then.
+PREPARED_S = 0.5
 
 
 class PrefillAdmission:
@@ -31,7 +36,7 @@ class PrefillAdmission:
 
     def __init__(self, room: int) -> None:
         self._room = room
-        #: tokens of prompts that were handed over and have no first token yet, by priority
+        #: tokens of prompts that were handed over and have no first token yet, by priority; not those prepared for long
         self._inside = Counter[int]()
         #: sequences that have a first token, and not their last, by priority
         self._decoding = Counter[int]()
@@ -68,11 +73,18 @@ class PrefillAdmission:
         one.state = "over"
         self._admit()
 
+    def _count_no_longer(self, one: "Prefill") -> None:
+        """What is prepared for a prompt takes long."""
+        if one.state == "inside":
+            self._take_out(one)
+            one.inside = 0
+            self._admit()
+
     def _take_out(self, one: "Prefill") -> None:
         if one.state == "waits":
             self._waiting_tokens -= one.tokens
         elif one.state != "over":
-            counts, count = (self._inside, one.tokens) if one.state == "inside" else (self._decoding, 1)
+            counts, count = (self._inside, one.inside) if one.state == "inside" else (self._decoding, 1)
             counts[one.priority] -= count
             if not counts[one.priority]:
                 del counts[one.priority]
@@ -89,9 +101,11 @@ class PrefillAdmission:
                     return
                 opened = True
                 self._take_out(one)
-                self._inside[one.priority] += one.tokens
+                self._inside[one.priority] += one.inside
                 one.state = "inside"
                 one.turn.set_result(None)
+                if one.prepared:
+                    asyncio.get_running_loop().call_later(PREPARED_S, self._count_no_longer, one)
             heapq.heappop(self._waiting)
 
     def _room_for(self, priority: int, inside: int, opened: bool) -> int:
@@ -114,12 +128,16 @@ class PrefillAdmission:
 
 
 class Prefill:
-    """One sequence, from before its prompt is handed over until it has ended; `over` must be called then."""
+    """One sequence, from before its prompt is handed over until it has ended; `over` must be called then.
 
-    __slots__ = ("_admission", "priority", "state", "tokens", "turn")
+    prepared: it has media or a grammar. inside: its tokens, as long as they count once it is handed over.
+    """
 
-    def __init__(self, admission: PrefillAdmission, tokens: int, priority: int) -> None:
+    __slots__ = ("_admission", "inside", "prepared", "priority", "state", "tokens", "turn")
+
+    def __init__(self, admission: PrefillAdmission, tokens: int, priority: int, *, prepared: bool = False) -> None:
         self._admission, self.tokens, self.priority = admission, tokens, priority
+        self.inside, self.prepared = tokens, prepared
         self.state: Literal["waits", "inside", "decodes", "over"] = "waits"
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         admission.wait(self)

@@ -169,6 +169,7 @@ class Sequences:
         #: the task asks for more than tokens and their logprobs
         details = task.top_logprobs or task.prompt_logprobs or task.media or task.hidden_states or task.routed_experts
         self._detail = bool(details)
+        self._prepared = bool(task.media) or any(getattr(task.sampling, name) for name in GRAMMARS)
         #: by sequence, where routed experts are asked for
         self._generated = [0] * task.n if task.routed_experts else []
         #: the first sequence has tokens
@@ -220,7 +221,8 @@ class Sequences:
         # The prompt of a further sample is in SGLang's cache.
         tokens = 1 if sequence else self._tokens
         await self._engine.adapters.enter(self._task.adapter, self._task.priority)
-        self._prefills[sequence] = prefill = Prefill(self._engine.admission, tokens, self._task.priority)
+        prefill = Prefill(self._engine.admission, tokens, self._task.priority, prepared=self._prepared)
+        self._prefills[sequence] = prefill
         takers[rid] = partial(self._take, sequence)
         try:
             await prefill.turn
