@@ -590,6 +590,22 @@ def test_a_stream_whose_client_has_a_new_link_is_sent_nothing_before_the_request
     assert streamed(pool.step(link, (task, 0, 3, [4], "")))
 
 
+def test_a_stream_goes_on_whose_client_has_all_tokens_of_a_sequence_and_not_its_end() -> None:
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    pool.submit(client, 1, generate(3, n=2, stream=True, max_new_tokens=2, stop=["x"]))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1, 2], ""), (task, 1, 0, [5], ""))
+    pool.client(b"new", client=client.ljust(16, b"."), incarnation=1)
+    known = [SequenceEnd(0, "length"), SequenceEnd(1, "interrupted")]  # as a client says of what has a stop string
+    again = generate(3, n=2, stream=True, max_new_tokens=2, stop=["x"], output=[[1, 2], [5]], ended=known)
+    assert not pool.stopped() and not failures(pool.submit(b"new", 1, again))
+    assert not pool.stopped(), "it runs"
+    answered = outputs(pool.step(link, (task, 0, 2, [], "length"), (task, 1, 1, [6], "length")))
+    assert answered[1][1] == [[1, 2], [5, 6]]
+
+
 def test_what_waits_of_a_suspect_runs_alone_also_if_nothing_came_back_from_the_lost_worker() -> None:
     pool = GeneratingPool()
     pool.submit(pool.client(), 1, generate(3, 3, 3, partial=True))

@@ -131,4 +131,6 @@ class GenerationState(Generic[T]):
                 return False
         # Of such requests a client says "interrupted" itself, for a coordinator that does not run them.
         own = "interrupted" if received.partial or received.constrained or received.media.media else ""
-        return all(self.sequences[end.sequence].end is not None for end in received.ended if end.reason != own)
+        ended = [self.sequences[end.sequence] for end in received.ended if end.reason != own]
+        most = received.sampling.max_new_tokens  # a sequence with so many has ended, also if its end has not come yet
+        return all(one.end is not None or len(one.tokens) == most for one in ended)
