@@ -138,8 +138,8 @@ class WorkerReports:
             record.phases["first_answer"] = int((e.now - since) * 1e6)
             group.first_answer = None
             self.core.effects.append(KeepHistory(group.name, list(group.history)))
-        group.speed.add(e.run_us / 1e6, batch.cost)
         pace, other = (worker.packed_pace, worker.pace) if batch.packed else (worker.pace, worker.packed_pace)
+        group.speed.add(e.run_us / 1e6, batch.cost, 0.0 if pace is None else pace.seconds(batch.cost, batch.rows))
         if pace is not None:
             # Next to sequences a batch also takes the time of their steps, which no number of the model stands for.
             fits = not worker.generations and usual(batch, e)
