@@ -516,6 +516,32 @@ def test_what_cannot_be_continued_exactly_begins_again_if_nothing_was_seen_and_e
         assert isinstance(task, StartGeneration) and (task.at, task.frames[0].shape) == (0, (3,))
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_tokens_on_their_way_to_a_client_that_sends_its_stream_again_may_be_seen(times: int) -> None:
+    """On the link on which they are; a lost link has none on its way. Else a sequence would be one of two runs."""
+    pool = GeneratingPool()
+    client = pool.client()
+    link = pool.worker("a", can=CAN)
+    asked: dict[str, Any] = {"n": 2, "stream": True, "credit": 1, "regex": "[0-9]+"}
+    pool.submit(client, 1, generate(3, **asked))
+    [task] = pool.tasks()
+    pool.step(link, (task, 0, 0, [1], ""), (task, 1, 0, [5], ""))
+    assert streamed(pool.do(ev.CreditGiven(0, client, 1, 1))) == [(1, 1, 0, 0, [5])]
+    pool.step(link, (task, 0, 1, [2], ""))
+    if not times:
+        pool.do(ev.LinkCut(0, client))
+        client = pool.client(b"again", client=client.ljust(16, b"."), incarnation=1)
+    again = [ev.Submit(0, client, 1, generate(3, **asked, output=[[1], []]), 0, None) for _ in range(max(times, 1))]
+    assert streamed(pool.do(*again)) == [(1, 0, 1, 0, [2])]
+    pool.worker("b", can=CAN)
+    pool.do(ev.WorkerBroken(0, link, "it broke"))
+    started = [(start.message.at, start.message.n) for start in pool.tasks()[1:]]  # type: ignore[union-attr]
+    assert started == ([] if times else [(0, 1)])
+    if times:
+        message, rows = outputs(pool.sent)[1]
+        assert rows == [[1, 2], [5]] and [end.reason for end in message.ended] == ["interrupted"] * 2
+
+
 def test_a_partial_rollout_comes_back_as_far_as_it_is() -> None:
     pool = GeneratingPool()
     client = pool.client()

@@ -18,12 +18,15 @@ T = TypeVar("T")
 class RunningSequence(GeneratedSequence):
     """One sequence: a sample of a prompt."""
 
-    __slots__ = ("adapters", "sent", "workers")
+    __slots__ = ("adapters", "sent", "under_way", "workers")
 
     def __init__(self, brought: Buffer) -> None:
         super().__init__(brought)
         #: tokens that the client has, or that are on their way to it; start <= sent <= len(tokens)
         self.sent = self.start
+        #: its client sent the request again on the link on which it has been sent tokens: also those that it did not have yet
+        #: may reach it
+        self.under_way = False
         #: (name, position): the workers that generated its tokens, each from this position on
         self.workers: Sequence[tuple[str, int]] = ()
         #: (version, position): the versions of its adapter that generated them, each from this position on
@@ -33,6 +36,11 @@ class RunningSequence(GeneratedSequence):
         """Drop all tokens but those that the request brought along. The client has none of them."""
         del self.tokens[self.start :], self.logprobs[:], self.spans[:], self.hidden_states[:]
         self.workers = self.adapters = ()
+
+    @property
+    def is_seen(self) -> bool:
+        """Its client may have tokens of it."""
+        return self.sent > self.start or self.under_way
 
     def states(self, at: int, count: int) -> bytes:
         """The hidden states of so many tokens from a position on; empty: it has none."""
@@ -112,8 +120,11 @@ class GenerationState(Generic[T]):
         self.behind = dict.fromkeys(range(len(self.sequences)))
 
     def resume(self, received: GenerateWork) -> None:
-        """The client has sent the request again, on a new link, with the tokens that it has. The others follow at the end of
-        this turn."""
+        """The client has sent the request again, with the tokens that it has: on a new link, or where it has heard nothing for
+        long. The others follow at the end of this turn."""
+        if not self.again:
+            for sequence in self.sequences:
+                sequence.under_way = not self.expected and sequence.is_seen
         if not self.expected:
             self._all_behind()
         self.expected = self.again = True

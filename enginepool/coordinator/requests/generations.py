@@ -270,7 +270,7 @@ def _interrupt(work: GenerateWork, state: GenerationState[RunningBatch], place: 
     sequence.routed_experts = b""  # its worker may be lost for the message in which they came
     has = len(sequence.tokens)
     new = has - sequence.start
-    if has == work.sampling.max_new_tokens or (new and (work.partial or (inexact and sequence.sent > sequence.start))):
+    if has == work.sampling.max_new_tokens or (new and (work.partial or (inexact and sequence.is_seen))):
         end_early(work, state, place)
     elif new and inexact:
         sequence.begin_again()
