@@ -53,7 +53,9 @@ async def _until_ready(ask: Ask, restart: Restart, report: StatusReport, group: 
     """`report` answered the first `restart`. A coordinator that took over since does not know of it, and is asked again."""
     epoch = report.epoch
     while True:
-        now = next(one for one in named_group(report, group).workers if one.name == before.name)
+        now = next((one for one in named_group(report, group).workers if one.name == before.name), None)
+        if now is None:
+            raise PoolDown(f"{before.name} did not become ready again: group {group!r} has no such worker any more")
         if now.stage == "retired" or (now.incarnation != before.incarnation and now.restarts > before.restarts):
             raise PoolDown(f"{now.name} did not become ready again: {now.detail}")
         if now.incarnation not in ("", before.incarnation) and now.stage == "ready":
