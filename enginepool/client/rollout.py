@@ -54,6 +54,7 @@ class Rollout:
         prompts: Prompts,
         n: int,
         reward: Rewarder,
+        by_group: bool,
         check: Callable[[], Awaitable[None]],
         committed: Callable[[], Awaitable[int]],
         max_staleness: int | None,
@@ -62,6 +63,8 @@ class Rollout:
     ) -> None:
         """Not for callers: use `Pool.rollout`."""
         self._pool, self._prompts, self._n, self._reward = pool, prompts, n, reward
+        #: rewards are requests to a group of the pool, whose errors may concern all of them
+        self._by_group = by_group
         self._check, self._committed, self._max_staleness = check, committed, max_staleness
         self._options = options
         self._room = asyncio.Semaphore(max_in_flight)
@@ -277,7 +280,7 @@ class Rollout:
         try:
             return await self._reward(draft.row, sample)
         except Exception as error:
-            if isinstance(error, EnginepoolError) and not isinstance(error, _OF_ONE):
+            if self._by_group and isinstance(error, EnginepoolError) and not isinstance(error, _OF_ONE):
                 raise
             self._note(draft, error)
         except (asyncio.CancelledError, SystemExit) as error:

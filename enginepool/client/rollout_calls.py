@@ -92,7 +92,8 @@ class RolloutCalls(GenerateCalls, ScoreCalls):
         committed = partial(self._committed, options.get("group", ""))
         in_flight = check_int("max_in_flight", max_in_flight, 1, _MAX_IN_FLIGHT)
         named = partial(self._check_named, options.get("group", ""), options.get("adapter"), reward)
-        return Rollout(self, prompts, n, rewards, named, committed, max_staleness, in_flight, asked)
+        by_group = isinstance(reward, str)
+        return Rollout(self, prompts, n, rewards, by_group, named, committed, max_staleness, in_flight, asked)
 
     async def _committed(self, group: str) -> int:
         """The committed weight version of a group. Raises UnknownGroup."""

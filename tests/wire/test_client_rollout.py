@@ -189,6 +189,26 @@ def test_an_error_of_one_reward_or_one_prompt_is_in_its_group_and_the_first_is_l
     assert line.startswith("rollout: prompt ") and line.endswith("; `errors` of each group has what failed for it")
 
 
+@pytest.mark.parametrize("kind", [errors.Busy, errors.PoolDown, errors.RequestCancelled])
+def test_what_a_pool_raises_in_a_reward_function_is_an_error_of_its_group(
+    coordinator: RolloutCoordinator, kind: type[errors.EnginepoolError]
+) -> None:
+    """The function may ask another pool."""
+
+    async def reward(row: Any, sample: Generation) -> float:
+        if row == [11]:
+            raise kind("the judge")
+        return 1.0
+
+    async def main(pool: Pool) -> None:
+        groups = await pool.rollout([[11], [12]], 1, reward=reward, max_new_tokens=2).result()
+        first, second = sorted(groups, key=lambda group: group.index)
+        assert np.isnan(first.rewards).all() and [type(error) for error in first.errors] == [kind]
+        assert second.rewards.tolist() == [1] and second.errors == ()
+
+    scene(coordinator, main)
+
+
 def test_a_reward_that_is_cancelled_or_ends_its_program_is_an_error_of_its_group(coordinator: RolloutCoordinator) -> None:
     async def cancelled(row: Any, sample: Generation) -> float:
         raise asyncio.CancelledError
