@@ -39,7 +39,7 @@ def test_a_default_limit_fits_the_usual_number_of_files() -> None:
 def test_connections_above_the_limit_are_closed_and_told_of_once(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    connections = Connections(context, router, 5)
+    connections = Connections(context, router, 5, 1 << 20)
     router.bind(f"ipc://{tmp_path}/x.sock")
     told = 0
     peers: list[socket.socket] = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,8 @@ import zmq
 
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.shell.daemon import Daemon
-from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, Router
+from enginepool.coordinator.shell.endless_messages import EndlessMessages
+from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, UNHANDLED, Router
 from enginepool.coordinator.shell.sockets import ROUNDS, Sockets
 from enginepool.net.dealer import keep_alive
 
@@ -395,3 +397,79 @@ def test_the_kernel_is_told_the_nearest_time_that_it_can_keep(seconds: float, ms
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         keep_alive(socket, seconds)
         assert socket.getsockopt(zmq.TCP_MAXRT) == ms
+
+
+#: of ZMTP 3: a greeting, and a READY of a DEALER, without security
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+#: of a frame that half fills a message, with more to come, or as the last one
+MORE, LAST = b"\x03", b"\x02"
+
+
+def plain_peer(router: Router) -> socket.socket:
+    """A connection that speaks ZMTP without libzmq, which sends no message before its end."""
+    host, port = router.endpoint.removeprefix("tcp://").rsplit(":", 1)
+    peer = socket.create_connection((host, int(port)), PATIENCE_S)
+    peer.sendall(_GREETING)
+    assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
+    peer.sendall(bytes([4, len(_READY)]) + _READY)
+    return peer
+
+
+def ended(peer: socket.socket) -> bool:
+    """Wait until the other end has closed it."""
+    with suppress(ConnectionError):
+        while peer.recv(1 << 16):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("spoke", [False, True])
+def test_a_peer_whose_message_does_not_end_is_cut_and_one_that_ends_as_many_bytes_is_not(
+    loop: asyncio.AbstractEventLoop, spoke: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq holds all frames of such a message, and counts them in no limit."""
+    monkeypatch.setattr("enginepool.coordinator.shell.endless_messages._resident", lambda: 1 << 40)
+    bench = Bench(loop, quiet=False)
+    size = 1 << 19
+
+    def send(peer: socket.socket, kind: bytes, count: int) -> None:
+        for _ in range(count):
+            peer.sendall(kind + size.to_bytes(8, "big") + bytes(size))
+
+    def sweep() -> None:
+        bench.clients.connections.read()
+        bench.clients.sweep()
+
+    async def scene() -> None:
+        bench.listen()
+        with plain_peer(bench.clients) as endless, plain_peer(bench.clients) as other:
+            if spoke:
+                await asyncio.to_thread(send, endless, LAST, 1)
+                await bench.until(1)
+            sweep()
+            many = (UNHANDLED // 2 + 1) * 2 + 1
+            before = len(bench.taken)
+            await asyncio.to_thread(send, other, LAST, many)
+            await asyncio.to_thread(send, endless, MORE, many)
+            await bench.until(before + many)
+            sweep()
+            assert await asyncio.to_thread(ended, endless)
+            await asyncio.to_thread(send, other, LAST, 1)
+            await bench.until(before + many + 1)
+
+    bench.play(scene)
+
+
+def test_bytes_that_libzmq_has_not_read_are_of_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may send as much while the coordinator stands still, and the kernel holds more than small messages have."""
+    monkeypatch.setattr("enginepool.coordinator.shell.endless_messages._resident", lambda: 1 << 40)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        connection, _ = server.accept()
+        with connection:
+            found = EndlessMessages(10_000)
+            assert not found.find([connection.fileno()], set())
+            peer.sendall(bytes(20_000))
+            assert not found.find([connection.fileno()], set())
+            assert len(connection.recv(20_000, socket.MSG_WAITALL)) == 20_000
+            assert found.find([connection.fileno()], set()) == [connection.fileno()]

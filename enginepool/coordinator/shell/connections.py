@@ -18,6 +18,8 @@ from typing import NamedTuple, cast
 
 import zmq
 
+from enginepool.coordinator.shell.endless_messages import EndlessMessages
+from enginepool.coordinator.shell.log import log
 from enginepool.errors import ConfigError
 
 #: as many files are open at a time, if the system allows it
@@ -85,10 +87,12 @@ class Connections:
 
     Args:
         most: connections that may be open; the latest ones above that are closed.
+        unended: bytes that may come on one before a message ends.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", most: int) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", most: int, unended: int) -> None:
         self.most = most
+        self._endless = EndlessMessages(unended)
         #: descriptors of those that are open
         self._open: set[int] = set()
         #: connections that were ever accepted, as far as is known
@@ -130,6 +134,14 @@ class Connections:
             self._full = True
             return True
         return False
+
+    def cut_endless(self, endpoint: str, spoke: set[int]) -> None:
+        """End those on which more bytes came than messages have, since the last call. `spoke`: those from which whole messages
+        have come since then; empty after the call."""
+        for descriptor in self._endless.find(self._open, spoke) if endpoint.startswith("tcp://") else ():
+            _end(descriptor)
+            log(f"{endpoint}: a peer is cut: {self._endless.most} bytes came, and the message has not ended", "client")
+        spoke.clear()
 
     def close(self) -> None:
         """Idempotent."""

@@ -40,7 +40,6 @@ UNHANDLED = 16
 #: bytes unread for which a client, or a worker, is asked to prove that it has read them. A worker's count to no window; it is
 #: sent whole requests, so that many fewer would be a question for each few of them.
 CLIENT_PROOF, WORKER_PROOF = 128 * 1024, 1024 * 1024
-
 #: milliseconds in which a connection must prove its key; before that a peer without one can make it take memory
 HANDSHAKE_MS = 5000
 #: frames of a message that are read; a peer that sends more is cut. A batch has the most, a few for each of its parts.
@@ -110,8 +109,7 @@ class Router:
         cut: Cut,
         most: int = OPEN_FILES,
     ) -> None:
-        self._socket = router_socket(context())
-        socket = self._socket
+        self._socket = socket = router_socket(context())
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
@@ -121,13 +119,14 @@ class Router:
         socket.setsockopt(zmq.BACKLOG, 1024)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._ids = LinkIds(context(), socket)
-        self.connections = Connections(context(), socket, most)
+        # So many messages may wait, half as long as a frame at most, and one may be on its way.
+        self.connections = Connections(context(), socket, most, (UNHANDLED // 2 + 1) * max_frame)
         self._lock: IO[str] | None = None
         self._gate: Authenticator | None = None
-        self._proof = proof
-        self._max_unread = max_unread
-        self._max_silence = max_silence
+        self._proof, self._max_unread, self._max_silence = proof, max_unread, max_silence
         self._cut = cut
+        #: connections from which a message has come since the last sweep
+        self._spoke: set[int] = set()
         self._outboxes: dict[Link, Outbox] = {}
         #: bytes that all peers have not read: the sum over the outboxes
         self.unread = 0
@@ -135,9 +134,8 @@ class Router:
         self.unsure = True
         #: something was sent since the shell last fell asleep, or was about to
         self.sent = False
-        self.endpoint = ""
-        #: why the file of the ipc socket, which was removed, could not be made again
-        self._unbound = ""
+        #: why the file of the ipc socket at `endpoint`, which was removed, could not be made again
+        self.endpoint, self._unbound = "", ""
 
     def bind(self, endpoint: str, gate: Authenticator | None = None) -> None:
         """Bind, or raise ConfigError. `gate`: keys, for TCP."""
@@ -196,8 +194,7 @@ class Router:
                 self.unsure = False
                 return count
             link = frame.bytes
-            frames: list[bytes] = []
-            lost, wrong = False, ""
+            frames, lost, wrong = list[bytes](), False, ""
             while frame.more:
                 frame = recv(socket, NOBLOCK, False)
                 if len(frames) > MOST_FRAMES:
@@ -214,7 +211,7 @@ class Router:
                 frames[1:] = [LOST]
             outbox = self._outboxes.get(link)
             if outbox is None or outbox.fd == -1:
-                self._meet(link, frame)
+                outbox = self._meet(link, frame)
                 wrong = "" if self._ids.given(link, self.connections.accepted) else "it chose its routing id"
             if len(frames) > MOST_FRAMES:
                 wrong = f"it sent over {MOST_FRAMES} frames"
@@ -222,6 +219,7 @@ class Router:
                 log(f"{self.endpoint}: a peer is cut: {wrong}", "client")
                 self.cut(link, wrong)
                 continue
+            self._spoke.add(outbox.fd)
             nbytes += take(link, frames, frame) or 0
         self.unsure = True
         return ROUND
@@ -289,6 +287,7 @@ class Router:
         """About once a second: ask peers that were sent little whether they have read it, and cut peers that never answer.
         Listen where the file of the socket was removed."""
         self._keep_file()
+        self.connections.cut_endless(self.endpoint, self._spoke)
         now = time.monotonic()
         for link, outbox in list(self._outboxes.items()):
             if outbox.token:
@@ -333,7 +332,7 @@ class Router:
     def _forget(self, link: Link) -> None:
         self.unread -= self._outboxes.pop(link).unread
 
-    def _meet(self, link: Link, frame: zmq.Frame) -> None:
+    def _meet(self, link: Link, frame: zmq.Frame) -> Outbox:
         """The first message on a link, or the first after it was forgotten: remember its connection."""
         outbox = self._outboxes[link] = self._outboxes.get(link) or Outbox(self._proof, self._max_unread)
         try:
@@ -341,6 +340,7 @@ class Router:
             outbox.inode = os.fstat(outbox.fd).st_ino
         except (OSError, zmq.ZMQError):
             outbox.fd = -2  # it is gone already
+        return outbox
 
     def close(self) -> None:
         """Idempotent. What was sent lingers for half a second at most."""
