@@ -188,7 +188,8 @@ def test_no_worker_is_started_before_the_sessions_of_earlier_ones_have_ended(
         launcher = LocalLauncher(LauncherContext(scene.config, scene.directory, "ipc://nowhere", None, scene.exited.append))
         launcher.adopt()
         first = len(children)
-        assert launcher.start("g", 0, "g-0.2.1")
+        assert launcher.start("g", 0, "g-0.2.0") and launcher.start("g", 0, "g-0.2.1")
+        launcher.stop("g-0.2.0", "it is not wanted")
         if index == 1:
             await asyncio.to_thread(worker.wait, PATIENCE_S)
         for _ in range(10):
@@ -199,10 +200,11 @@ def test_no_worker_is_started_before_the_sessions_of_earlier_ones_have_ended(
         async with asyncio.timeout(PATIENCE_S):
             while len(children) == first:
                 await asyncio.sleep(0.01)
-        assert not path.exists()
+        assert not path.exists() and len(children) == first + 1
         launcher.stop_all()
 
     asyncio.run(story())
+    assert [exited.reason for exited in scene.exited] == ["it is not wanted"]
     for child in children:
         child.wait(PATIENCE_S)
 

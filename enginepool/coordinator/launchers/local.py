@@ -148,7 +148,11 @@ class LocalLauncher:
                 self._waiting.remove(incarnation)
                 self._launch(group, index, incarnation, weights, server)
 
-        self._leftovers.when_gone(lambda: self._when_usable(group, index, launch))
+        def prepare() -> None:
+            if incarnation in self._waiting:
+                self._when_usable(group, index, launch)
+
+        self._leftovers.when_gone(prepare)
         return incarnation in self._waiting or incarnation in self._workers
 
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:
