@@ -15,7 +15,6 @@ outlives an update.
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -38,14 +37,12 @@ from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, PhaseName, Publish, Published
-from enginepool.trainer.buffers import stand_behind
 from enginepool.trainer.heartbeats import BELIEVE_S, RankFailed
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.tensors import SendPlan
-from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
-from enginepool.trainer.update_sender import UpdateSender, follow_rank0
-from enginepool.transfer import threads
+from enginepool.trainer.trainer_ranks import RoundEnd
+from enginepool.trainer.update_sender import UpdateSender, start_thread
 from enginepool.transfer.process_group import CollectiveError
 
 log = logging.getLogger("enginepool")
@@ -107,7 +104,6 @@ class UpdateHandle:
         for future in (self._planned, self._opened, self._sent, self._final):
             # Python warns of exceptions that no code retrieves; here the caller need not wait for each future.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        context.current = self
 
     def __repr__(self) -> str:
         return f"<UpdateHandle version={self.version} {self.phase} {self.sent_bytes}/{self.total_bytes} bytes>"
@@ -166,18 +162,12 @@ class UpdateHandle:
 
     async def begin(self, publish: Publish, plan: Callable[[], SendPlan]) -> None:
         """For the publisher: start the thread, and on rank 0 wait until all members have agreed to the update."""
-        context = self._context
-        if self._heartbeats is not None:
-            self._heartbeats.start()
-        if context.connection is None:
-            # A gather reads what this rank's stream computes.
-            stand_behind(context.buffers.device)
-            threads.start(partial(follow_rank0, self, context, plan, self._asked_version, self._heartbeats), "weights")
+        ipc = publish.transfer == "ipc"
+        self._sender = start_thread(self, self._context, plan, self._asked_version, self._heartbeats, ipc=ipc)
+        self._context.current = self
+        if self._sender is None:
             self._opened.set_result(None)
             return
-        ranks = TrainerRanks(context.trainer_group, self._asked_version, self._heartbeats)
-        self._sender = UpdateSender(self, context, plan, ranks, ipc=publish.transfer == "ipc")
-        self._sender.start()
         try:
             await self._open(publish)
         except BaseException as error:

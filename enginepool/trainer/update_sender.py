@@ -177,6 +177,35 @@ class UpdateSender:
             self._group.set_exception(error)
 
 
+def start_thread(
+    update: CurrentUpdate,
+    context: PublisherContext,
+    plan: Callable[[], SendPlan],
+    version: int | None,
+    heartbeats: Heartbeats | None,
+    *,
+    ipc: bool,
+) -> UpdateSender | None:
+    """Begin an update on this trainer rank. None: its thread follows rank 0. What it raises, as where there is no room for a
+    thread, leaves nothing of the update."""
+    if heartbeats is not None:
+        heartbeats.start()
+    try:
+        if context.connection is None:
+            # A gather reads what this rank's stream computes.
+            stand_behind(context.buffers.device)
+            threads.start(partial(follow_rank0, update, context, plan, version, heartbeats), "weights")
+            return None
+        sender = UpdateSender(update, context, plan, TrainerRanks(context.trainer_group, version, heartbeats), ipc=ipc)
+        sender.start()
+        return sender
+    except BaseException as error:
+        # The other ranks hear of it, and this rank's next update has heartbeats of its own. It is raised again.
+        if heartbeats is not None:
+            heartbeats.end(str(as_error(error)))
+        raise
+
+
 def follow_rank0(
     update: CurrentUpdate,
     context: PublisherContext,

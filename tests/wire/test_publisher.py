@@ -24,6 +24,7 @@ from enginepool.trainer import update_handle as update
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.update_handle import UpdateHandle
+from enginepool.transfer import threads
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 from tests.wire.fake_updates import FakeUpdates, Receiver
 
@@ -248,6 +249,22 @@ def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(u
         assert not publisher.wanted.is_set()
 
     play(updates, scene, group="g", on_wanted=called.append)
+
+
+def test_an_update_for_which_there_is_no_room_for_a_thread_leaves_the_next_one_free(
+    updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        def start(work: Callable[[], object], name: str) -> threading.Thread:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "start", start)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await publisher.publish(model(1), 1)
+
+    play(updates, scene)
 
 
 def test_weights_that_come_back_without_the_publisher_are_no_longer_wanted(
