@@ -9,6 +9,7 @@ The event loop gives orders: `join_group`, `transfer`, `end`. The thread reports
 import importlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,7 +88,10 @@ class UpdateSender:
         """All members have agreed: form the group, or keep it, and fill the first buckets. Idempotent; ignored with `ipc`."""
         if self._endpoint is not None and not self._join.done():
             self._join.set_result(None)
-            threads.start(partial(self._form, self._endpoint, join), "weights-join")
+            try:
+                threads.start(partial(self._form, self._endpoint, join), "weights-join")
+            except RuntimeError as error:  # there is no room for another thread
+                self._group.set_exception(error)
 
     def transfer(self) -> None:
         """All members have joined: send. With `ipc` the tensors are laid out in memory now. Idempotent."""
@@ -102,7 +106,8 @@ class UpdateSender:
         self._end.set_result(end)
         if isinstance(end.outcome, ErrorReply) and self._endpoint is not None and self._join.done():
             self._endpoint.lost = True
-            threads.start(self._endpoint.abort, "weights-abort")
+            with suppress(RuntimeError):  # there is no room for another thread; each broadcast of this one has a time limit
+                threads.start(self._endpoint.abort, "weights-abort")
 
     # --- the threads ---------------------------------------------------------------------------------------------------
 

@@ -267,6 +267,27 @@ def test_an_update_for_which_there_is_no_room_for_a_thread_leaves_the_next_one_f
     play(updates, scene)
 
 
+def test_an_update_that_finds_no_room_for_a_thread_on_its_way_ends(
+    updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threads.start
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        def start(work: Callable[[], object], name: str) -> threading.Thread:
+            if name in ("weights-join", "weights-abort"):
+                raise RuntimeError("can't start new thread")
+            return real(work, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await asyncio.wait_for(publisher.publish(model(1), 1), PATIENCE_S)
+        for receiver in updates.receivers:
+            receiver.end()  # it waits for a group that never forms
+
+    play(updates, scene)
+
+
 def test_weights_that_come_back_without_the_publisher_are_no_longer_wanted(
     updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
