@@ -4,7 +4,7 @@ tokenized next to others."""
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -88,7 +88,7 @@ class Whole(Slow):
 
 
 async def _ids(tokenizer: EngineTokenizer, slow: Slow, text: str, *, long: bool = False) -> list[list[int]]:
-    tm = SimpleNamespace(tokenizer=slow, model_config=None)
+    tm = SimpleNamespace(tokenizer=slow, model_config=SimpleNamespace(is_embedding_gemma=False))
     task = TextTask([("", text)], Tokenize((1, 1), [], long=long))
     return (await tokenizer.ids(tm, task, CAN)).rows
 
@@ -133,7 +133,9 @@ def test_few_rows_of_a_long_text_go_at_a_time_through_the_threads_that_tokenizer
     async def act() -> None:
         tokenizer, slow = EngineTokenizer(), Slow()
         task = TextTask([("", text) for text in ROWS], Tokenize((1, 1), [], long=long))
-        found = await tokenizer.ids(SimpleNamespace(tokenizer=slow, model_config=None), task, CAN)
+        found = await tokenizer.ids(
+            SimpleNamespace(tokenizer=slow, model_config=SimpleNamespace(is_embedding_gemma=False)), task, CAN
+        )
         assert found.rows == [[2]] * len(ROWS)
         most = PIECE // (ROW + 1)
         whole, rest = divmod(1000, most)
@@ -155,3 +157,48 @@ def test_a_tokenizer_that_holds_functions_of_its_own_is_not_copied(capsys: pytes
 
     asyncio.run(act())
     assert "cannot be copied: it has functions of its own: decode" in capsys.readouterr().err
+
+
+class Words:
+    """A tokenizer that begins with the token 0 and, if it `ends`, closes with 9; each letter is a token of its own."""
+
+    is_fast, eos_token_id = True, 9
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+
+    def __call__(self, texts: Any, add_special_tokens: bool = True, **options: Any) -> dict[str, Any]:
+        if isinstance(texts, list):
+            return {"input_ids": [self(one, add_special_tokens)["input_ids"] for one in cast("list[str]", texts)]}
+        letters = [1 + "abcdefgh".index(letter) for letter in texts]
+        end = [9] * self.ends
+        return {
+            "input_ids": [0, *letters, *end] if add_special_tokens else letters,
+            "offset_mapping": [(0, 0), *((place, place + 1) for place in range(len(letters))), *((0, 0) for _ in end)],
+            "special_tokens_mask": [1, *(0 for _ in letters), *(1 for _ in end)],
+        }
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "gemma", "plain"),
+    [
+        (Tokenize((1, 1), []), [0, 1, 2, 3, 4, 9], [0, 1, 2, 3, 4]),
+        (Tokenize((1, 1), [], truncation="right", longest=5), [0, 1, 2, 3, 9], [0, 1, 2, 3, 4]),
+        (Tokenize((1, 1), [], truncation="left", longest=4), [0, 1, 4, 9], [0, 1, 3, 4]),
+        (Tokenize((1, 1), [], raw=True, operation="tokenize", add_special_tokens=False), [1, 2, 3, 4], [1, 2, 3, 4]),
+    ],
+)
+def test_a_text_for_embedding_gemma_ends_with_the_token_that_its_tokenizer_leaves_out(
+    asked: Tokenize, gemma: list[int], plain: list[int], ends: bool
+) -> None:
+    async def act(is_gemma: bool) -> list[list[int]]:
+        tm = SimpleNamespace(tokenizer=Words(ends), model_config=SimpleNamespace(is_embedding_gemma=is_gemma))
+        tokenizer = EngineTokenizer()
+        try:
+            return (await tokenizer.ids(tm, TextTask([("a", "bcd")], asked), CAN)).rows
+        finally:
+            tokenizer.close()
+
+    assert asyncio.run(act(True)) == [gemma]
+    assert asyncio.run(act(False)) == [gemma if ends else plain]

@@ -34,7 +34,7 @@ def test_a_copy_of_the_tokenizer_finds_the_tokens_and_the_texts_that_the_tokeniz
     async def act() -> None:
         transformers: Any = importlib.import_module("transformers")
         made = transformers.AutoTokenizer.from_pretrained(str(make_tiny_model(tmp_path / "model")))
-        tm = SimpleNamespace(tokenizer=made, model_config=None)
+        tm = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(is_embedding_gemma=False))
         tokenizer, can = EngineTokenizer(), CAN
         pairs = [("Is it polite? ", "Good day!"), ("äöü ", "\n\n  x" * 1000), ("", "Go away!")]
         found = [await tokenizer.ids(tm, TextTask(pairs, Tokenize((1, 1), [], long=long)), can) for long in (False, True)]

@@ -109,6 +109,8 @@ PRIVATE: tuple[Private, ...] = (
     ),
     *_private("host/capabilities.py", TOKENIZER, ("TokenizerManager.lora_registry", "read", "adapters")),
     *_private("host/capabilities.py", ADAPTERS, ("LoRARegistry.get_all_adapters", "called", "adapters", "self")),
+    *_private("text/engine_tokenizer.py", TOKENIZER, ("TokenizerManager.model_config", "read", "what texts end with")),
+    *_private("text/engine_tokenizer.py", MODEL, ("ModelConfig.is_embedding_gemma", "read", "what texts end with")),
     *_private("host/tokenizer.py", TOKENIZER, ("TokenizerManager.tokenizer", "read", "whether the model has one")),
     *_private(
         "host/engine.py", TOKENIZER,

@@ -55,7 +55,9 @@ class EngineTokenizer:
     async def ids(self, tm: Any, task: TextTask, can: Capabilities) -> TextIds:
         """Token ids of texts. Raises WireError `bad_request`, or EngineError."""
         pairs = tm.model_config.hf_config if can.separator is not None else None
-        return await self._run(tm, "text", lambda of: text_ids(of, task, pairs, can.context), long=task.asked.long)
+        # transformers 5 lets the tokenizer of EmbeddingGemma forget it; SGLang adds it to texts.
+        last = getattr(tm.tokenizer, "eos_token_id", None) if tm.model_config.is_embedding_gemma else None
+        return await self._run(tm, "text", lambda of: text_ids(of, task, pairs, can.context, last), long=task.asked.long)
 
     async def texts(self, tm: Any, rows: list[list[int]], *, skip_special_tokens: bool, long: bool) -> list[str]:
         """The text of each row. Raises EngineError."""
