@@ -1,8 +1,11 @@
 """Packed batches as SGLang takes and answers them, in recorded shapes; the models for which packing is wrong. No SGLang."""
 
 import asyncio
+import importlib.util
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,12 @@ from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.operations.score import HeadScores, LabelScores
-from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
+from enginepool.workers.sglang.score.packing_support import (
+    READ_AT_DELIMITERS,
+    refuse_wrong_sharing,
+    wrong_for_caching,
+    wrong_for_packing,
+)
 from enginepool.workers.sglang.score.prompts import packed_prompts
 from enginepool.workers.sglang.score.scoring import DELIMITER, EngineScoring
 from tests.engine.forked import run_code
@@ -211,6 +219,16 @@ def test_models_of_full_causal_attention_may_be_packed(config: dict[str, Any]) -
     assert wrong_for_packing(config) == ""
 
 
+def test_these_classes_of_the_installed_sglang_read_each_item_of_a_sequence() -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    names = set[str]()
+    for file in (Path(found.submodule_search_locations[0]) / "srt/models").glob("*.py"):
+        if "score_and_pool(" in (text := file.read_text()):
+            names |= {*re.findall(r"\w+", text.partition("\nEntryClass")[2])}
+    assert names == {*READ_AT_DELIMITERS}
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -239,6 +257,8 @@ def test_models_of_full_causal_attention_may_be_packed(config: dict[str, Any]) -
         ({"model_type": "qwen2", "is_causal": False}, "encoder"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         ({"model_type": "bloom"}, "ALiBi"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "SGLang's LlamaForSequenceClassification reads one item"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, "reads one item"),
     ],
 )
 def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.packing_settings import PACKED, refused_for_packing
 from enginepool.workers.sglang.host.settings import SettingsError, is_deterministic
+from enginepool.workers.sglang.operations.base import SCORING_HEADS
 from enginepool.workers.sglang.operations.table import OPERATIONS
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
@@ -20,13 +21,22 @@ _RECURRENT_TYPES = ("mamba", "jamba", "rwkv", "falcon_h1", "bamba", "zamba", "re
 _WINDOW_KEYS = ("sliding_window_size", "sliding_window_pattern", "attention_chunk_size", "window_size", "local_attention")
 _UNREAD = "its config.json cannot be read"
 _ENCODER_TYPES = ("bert", "electra", "roberta", "xlm", "nomic", "jina", "t5", "bart", "whisper", "gte")
+#: The models with a head of which SGLang reads the outputs at each item of a sequence; of others those at its last token.
+READ_AT_DELIMITERS = ("LlamaForClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 #: positions that are not written into queries and keys, but added to the attention's scores
 _ALIBI_TYPES = ("bloom", "mpt")
 
 
 def wrong_for_packing(config: Mapping[str, Any]) -> str:
     """Why multi-item scoring computes another function, or none, for a model with this `config.json`; "" where it is right."""
-    return next((why for part in _parts(config) if (why := _wrong(part))), "")
+    why = next((why for part in _parts(config) if (why := _wrong(part))), "")
+    return why or _reads_one_item(config)
+
+
+def _reads_one_item(config: Mapping[str, Any]) -> str:
+    name = str(next(iter(config.get("architectures") or ()), ""))
+    one = any(head in name for head in SCORING_HEADS) and name not in READ_AT_DELIMITERS
+    return f"SGLang's {name} reads one item of a sequence" if one else ""
 
 
 def wrong_for_caching(config: Mapping[str, Any]) -> str:
