@@ -230,6 +230,8 @@ def test_clients_of_both_operations_share_by_what_they_use() -> None:
     pool, heavy = mixed(can=can)
     light = pool.client()
     pool.submit(heavy, 1, generate(50, max_new_tokens=10))
+    [task] = pool.tasks()
+    pool.step(task.link, (task, 0, 0, [7] * 10, "length"))
     pool.submit(light, 2, work(4, 10))
     pool.submit(heavy, 3, work(4, 10))
     pool.submit(light, 4, work(4, 10))

@@ -48,7 +48,7 @@ SHOWN_BY = {
     "what_names_an_exact_version_outlives_it": 22,
     "no_group_starts_again_after_its_engines_ran_out_of_memory": 37,
     "rows_and_sequences_wait_for_each_other": 18,
-    "batches_count_next_to_sequences": 480,
+    "batches_count_next_to_sequences": 1816,
     "rows_that_hang_have_time_while_tokens_arrive": 58,
     "a_resumed_sequence_names_its_last_version_alone": 13,
     "a_worker_never_says_what_it_loaded_for_an_earlier_coordinator": 30,

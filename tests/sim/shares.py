@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.scheduling.batch_limits import row_share
 
 #: a client is in no debt once others were served so many times as much as it was served last
@@ -50,7 +51,9 @@ class Shares:
         for batch in batches:
             opener = batch.slices[0][0]
             if opener.generation is not None:
-                waits = self._serve((group.name, opener.priority), opener.client, batch.cost, waits)
+                # What it generates is charged later, and is no more than what its cost has for it.
+                prompt = memoryview(opener.work.frames[1]).cast("I")[batch.slices[0][1] // _samples(opener)]
+                waits = self._serve((group.name, opener.priority), opener.client, prompt, waits, most=batch.cost)
                 continue
             for wait in waits:
                 request = wait.request
@@ -73,10 +76,13 @@ class Shares:
                 waits = self._serve(level, request.client, weight, waits)
         self._waits[group.name] = waits + self._new(group) if group.live else waits
 
-    def _serve(self, level: Level, client: Client, weight: float, waits: list[Wait]) -> list[Wait]:
-        """A client is served. A light one that was served in another signature since is not one any more: the other waits."""
+    def _serve(
+        self, level: Level, client: Client, weight: float, waits: list[Wait], *, most: float | None = None
+    ) -> list[Wait]:
+        """A client is served. A light one that was served in another signature since is not one any more: the other waits.
+        `most`: what it is charged at most in the end."""
         self._sent[level] = self._sent.get(level, 0.0) + weight
-        self._served[level, client] = self._sent[level], weight
+        self._served[level, client] = self._sent[level], weight if most is None else most
         return [wait for wait in waits if (wait.request.client, wait.request.priority) != (client, level[1])]
 
     def _new(self, group: Group) -> list[Wait]:
@@ -95,6 +101,11 @@ class Shares:
         mine = [one for one in request.client.live.values() if one.group is request.group and one.priority == request.priority]
         at, weight = self._served.get((level, request.client), (0.0, 0.0))
         return len(mine) == 1 and self._sent.get(level, 0.0) - at >= FORGIVEN * weight
+
+
+def _samples(request: Request) -> int:
+    work = request.work
+    return work.n if isinstance(work, GenerateWork) else 1
 
 
 def _waits(request: Request) -> bool:

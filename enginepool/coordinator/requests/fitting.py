@@ -3,6 +3,7 @@
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.operations.base import Work, longest_row
+from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.operations.labels import with_known_labels
 from enginepool.coordinator.operations.truncation import fitted
 from enginepool.protocol.errors import WireError
@@ -66,3 +67,15 @@ def refusal(work: Work, can: Capabilities | None) -> WireError | None:
 def can_be_packed(work: Work, can: Capabilities | None) -> bool:
     """Whether the rows of `work` may be packed, as far as is known. Text is not known."""
     return can is not None and not work.text and work.operation.packs(work, can)
+
+
+def sizes(request: Request) -> str:
+    """What a worker had to hold for a request, and what it is given at once: for an error."""
+    work, state, can = request.work, request.generation, request.group.capabilities
+    text = f"{work.rows} rows of up to {work.longest} tokens"
+    most_rows, most_tokens = (0, 0) if can is None else (can.inflight_rows, can.inflight_tokens)
+    if state is not None and isinstance(work, GenerateWork):
+        most_rows, most_tokens = (0, 0) if can is None else (can.most_sequences, can.most_sequence_tokens)
+        has, most = max(len(sequence.tokens) for sequence in state.sequences), work.sampling.max_new_tokens
+        text = f"{work.rows} sequences after prompts of up to {work.longest} tokens, with up to {has} of {most} tokens"
+    return text if can is None else f"{text}; a worker is given {most_rows} with {most_tokens} tokens at once"

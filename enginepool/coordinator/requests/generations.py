@@ -17,7 +17,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.generate import GenerateWork
 from enginepool.coordinator.requests.step_checks import impossible_step, not_a_number, of_another_model
 from enginepool.coordinator.requests.stream_messages import MOST_STATES, StreamMessages, UnsentTokens, in_pieces, send_prompts
-from enginepool.coordinator.scheduling.generation_slots import expected_tokens, prompt_length, remember
+from enginepool.coordinator.scheduling.generation_slots import expected_tokens, look_again, prompt_length, remember
 from enginepool.protocol.generated import write_generated
 from enginepool.protocol.messages import (
     STEP_FAILED,
@@ -63,15 +63,13 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
     out = requests.unsent.of(e.top, hidden > 0, len(e.tokens) + len(e.logprobs) + len(e.hidden_states))
     if (can := worker.capabilities) is not None and (wrong := of_another_model(e, can)):
         return wrong
-    finished, more = list[Request](), dict[Request, None]()
-    failed: list[tuple[Request, str, str]] = []
+    finished, more, failed = list[Request](), dict[Request, None](), list[tuple[Request, str, str]]()
     tokens, logprobs, epoch, version, end = e.tokens, e.logprobs, e.epoch, e.version, 0
     width, none = 1 + 2 * e.top if len(logprobs) else 0, logprobs[:0]
     wrong, remembered = "", 0
     for step in e.steps:
         first, end = end, end + 4 * step.count
-        batch = batches.get((epoch, step.task))
-        if batch is None:
+        if (batch := batches.get((epoch, step.task))) is None:
             continue  # it was taken back meanwhile
         request, start, stop = batch.slices[0]
         state, work = request.generation, request.work
@@ -91,6 +89,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
             chances = logprobs[first * width : end * width] if work.logprobs else none
             states = e.hidden_states[first * hidden : end * hidden] if hidden else b""
             sequence.extend(part, chances, version, states)
+            request.group.queue.charge_later(request, step.count)
             if (work.logprobs or hidden) and (what := not_a_number(chances, states)):
                 failed.append((request, "error", f"the {what} of a token of sequence {place} is NaN"))
                 continue
@@ -105,6 +104,7 @@ def generated(requests: StreamRequests, worker: Worker, e: ev.TokensGenerated) -
                 requests.unsent.end(request, sequence.end)
             if not request.left:
                 finished.append(request)
+    look_again(core, worker.group)
     if more or failed or finished:
         requests.unsent.send()
     for request in more:
@@ -304,18 +304,6 @@ def stop_tasks(core: Context, tasks: Iterable[RunningBatch]) -> None:
     for worker, counters in by_worker.items():
         if not worker.lost:
             core.effects.append(ToWorker(worker.link, StopGeneration(core.epoch, counters)))
-
-
-def sizes(request: Request) -> str:
-    """What a worker had to hold for a request, and what it is given at once: for an error."""
-    work, state, can = request.work, request.generation, request.group.capabilities
-    text = f"{work.rows} rows of up to {work.longest} tokens"
-    most_rows, most_tokens = (0, 0) if can is None else (can.inflight_rows, can.inflight_tokens)
-    if state is not None and isinstance(work, GenerateWork):
-        most_rows, most_tokens = (0, 0) if can is None else (can.most_sequences, can.most_sequence_tokens)
-        has, most = max(len(sequence.tokens) for sequence in state.sequences), work.sampling.max_new_tokens
-        text = f"{work.rows} sequences after prompts of up to {work.longest} tokens, with up to {has} of {most} tokens"
-    return text if can is None else f"{text}; a worker is given {most_rows} with {most_tokens} tokens at once"
 
 
 # --- the answer ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from enginepool.coordinator.core.participants import with_worker
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import enter_request
-from enginepool.coordinator.requests.fitting import can_be_packed, refusal, too_late_to_truncate, truncate_waiting
-from enginepool.coordinator.requests.generations import interrupted, sizes, stop
+from enginepool.coordinator.requests.fitting import can_be_packed, refusal, sizes, too_late_to_truncate, truncate_waiting
+from enginepool.coordinator.requests.generations import interrupted, stop
 from enginepool.coordinator.requests.memory import charge, out_of_memory, too_large
 from enginepool.coordinator.requests.parts import join_pieces, join_ranges
 from enginepool.coordinator.requests.stream_messages import UnsentTokens

@@ -66,12 +66,25 @@ def place(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Wor
         return None
     cost, slice_ = found
     head.group.prefixes.add(head.generation.blocks[1], worker)
+    # Tokens are charged as they come: a client may ask for many more.
+    has = len(head.generation.sequences[slice_[1]].tokens)
+    weight = cost - (slice_[2] - slice_[1]) * expected_tokens(_generation(head), has)
     take(core, slice_)
     if head.state != RUNNING:
-        queue.charge(lane, cost)
+        queue.charge(lane, weight)
     else:
-        queue.pop(lane, cost)
+        queue.pop(lane, weight)
     return RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1])
+
+
+def look_again(core: Context, group: Group) -> None:
+    """Tokens were charged: another client may be first in line now than that of the request for which there is no room. Looking
+    for room takes a look at each worker, and tokens come with each step of each of them."""
+    group.queue.pass_time()
+    if (blocked := group.blocked) is not None:
+        lane = group.queue.head(sequences=blocked.generation is not None if group.mixed else None)
+        if lane is None or lane.head is not blocked:
+            core.wake(group)
 
 
 def generating(group: Group) -> list[Worker]:

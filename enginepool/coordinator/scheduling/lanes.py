@@ -61,9 +61,11 @@ Turn = tuple[float, int, deque[R]]
 class QueueLevel:
     """What clients have used of one priority, over all lanes."""
 
-    __slots__ = ("most", "starts", "virtual")
+    __slots__ = ("charged", "most", "starts", "virtual")
 
     def __init__(self) -> None:
+        #: what was charged later, by which its virtual time is to move
+        self.charged = 0.0
         #: the latest virtual time of its lines
         self.virtual = 0.0
         #: by client that was served: where its next service begins, unless virtual time is further; others begin there

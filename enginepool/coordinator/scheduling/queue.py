@@ -9,7 +9,7 @@ has a line for each priority, and a line has a flow for each client: its request
    computes, in tokens: a row weighs at least as many as it has of a batch that is full of rows. A client that is served begins
    that much later next time, in each lane. A client that had nothing waiting begins at the present virtual time: it has no
    credit for what it did not use. A request that was cut is charged part by part, so that other clients have their turn
-   between its parts.
+   between its parts. A sequence is charged for its prompt, and then for its tokens as they come.
 3. Within a client, the oldest request.
 
 Virtual time follows the starts of those who are served. It moves by a part of what is computed as well (`DRIFT`), or a stream
@@ -40,13 +40,15 @@ DRIFT = 0.25
 class Queue(Generic[R]):
     """Requests that wait. `request.lane` names the queue where its entry counts."""
 
-    __slots__ = ("_lanes", "_levels", "_stale", "size")
+    __slots__ = ("_charged", "_lanes", "_levels", "_stale", "size")
 
     def __init__(self) -> None:
         #: by the signature of the works, with the bit of those that can be packed
         self._lanes: dict[int, Lane[R]] = {}
         #: by priority
         self._levels: dict[int, QueueLevel] = {}
+        #: priorities of which something was charged later
+        self._charged: list[int] = []
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
@@ -110,7 +112,7 @@ class Queue(Generic[R]):
             if sequences is None or of_sequences(signature) is sequences:
                 while (request := lane.head) is not None:
                     if request.state <= QUEUED and request.lane is self:
-                        if len(lanes) > 1 and lane.defer():
+                        if (len(lanes) > 1 or of_sequences(signature)) and lane.defer():
                             continue
                         if best is None or lane.before(best):
                             best = lane
@@ -174,6 +176,33 @@ class Queue(Generic[R]):
         after += weight
         starts[client] = after
         return after
+
+    def charge_later(self, request: R, weight: float) -> None:
+        """A worker has computed more of `request`, which weighs so much: its client has its next turn later. Once for many,
+        `pass_time` follows."""
+        client = request.client
+        priority = AWAY if client.away else request.priority
+        level = self._levels.get(priority)
+        if level is not None:
+            level.starts[client] = level.starts.get(client, level.virtual) + weight
+            if not level.charged:
+                self._charged.append(priority)
+            level.charged += weight
+
+    def pass_time(self) -> None:
+        """Virtual time moves by a part of what was charged later, too: new clients begin there."""
+        for priority in self._charged:
+            level, waits = self._levels[priority], False
+            for signature, lane in self._lanes.items():
+                line = lane.lines.get(priority)
+                if line is not None and line.flows and of_sequences(signature):
+                    waits = True
+                    line.virtual += DRIFT * level.charged / len(line.flows)
+                    level.virtual = max(level.virtual, line.virtual)
+            if not waits:
+                level.virtual += DRIFT * level.charged
+            level.charged = 0.0
+        self._charged.clear()
 
     def drop(self, lane: Lane[R]) -> None:
         """The head of `lane` no longer waits: drop its entry."""
