@@ -119,16 +119,25 @@ def _check_config(text: bytes) -> int:
     if targets not in ("all", "all-linear") and not all(isinstance(name, str) for name in names):
         allowed = "a list of names, 'all' or 'all-linear'"
         raise CheckpointError(f"{CONFIG_FILE}: target_modules is {targets!r:.80}; SGLang takes {allowed}")
+    refuse_unserved(config)
+    return rank
+
+
+def refuse_unserved(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an adapter's configuration, with a rank, that SGLang would not serve as it is meant."""
     for key, values in _UNREAD.items():
         if (value := config.get(key)) not in values:
-            same = f"lora_alpha = {alpha * rank**0.5:.6g} without it is the same" if key == "use_rslora" else "train without it"
+            same = (
+                f"lora_alpha = {config['lora_alpha'] * config['r'] ** 0.5:.6g} without it is the same"
+                if key == "use_rslora"
+                else "train without it"
+            )
             raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; {same}")
     if (value := config.get("init_lora_weights")) not in _INITIALIZED:
         convert = "save_pretrained with path_initial_model_for_weight_conversion makes an adapter of the model as it was"
         raise CheckpointError(
             f"{CONFIG_FILE}: init_lora_weights is {value!r:.40}, which changes the model's weights; {convert}"
         )
-    return rank
 
 
 def _check_shapes(entries: Mapping[str, Any], rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,5 +1,6 @@
 """LoRA adapters on the real engine: what each generates is what the model generates with that adapter merged by hand."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.adapters import TENSORS_FILE
+from enginepool.protocol.adapters import CONFIG_FILE, TENSORS_FILE
 from enginepool.workers.adapter_files import read_adapter
 from enginepool.workers.engine import EngineDied, EngineError, GenerationTask
 from enginepool.workers.weights.checkpoint import CheckpointError, safetensors_entries
@@ -244,7 +245,16 @@ def shapes_of(engine: HostedEngine) -> dict[str, tuple[int, ...]]:
 
 def test_an_adapter_that_is_not_there_or_has_no_place_is_named_at_the_start(models: Models, tmp_path: Path) -> None:
     make_adapter(models.causal, tmp_path / "part", seed=1, rank=2, alpha=1.0, targets=("v_proj",))
-    for name, says in (("nothing", "nothing"), ("part", r"Cannot find target module name for \S+v_proj")):
+    make_adapter(models.causal, tmp_path / "other", seed=1, rank=2, alpha=1.0, targets=("q_proj", "v_proj"))
+    file = tmp_path / "other" / CONFIG_FILE
+    config = json.loads(file.read_bytes())
+    file.write_text(json.dumps(config | {"use_rslora": True}))
+    cases = (
+        ("nothing", "nothing"),
+        ("part", r"Cannot find target module name for \S+v_proj"),
+        ("other", "use_rslora is True, which SGLang does not serve; lora_alpha = 1.41421 without it is the same"),
+    )
+    for name, says in cases:
         options = {"lora_paths": {"one": str(tmp_path / name)}}
         engine = HostedEngine(str(models.causal), operations=("generate",), options=options)
         with pytest.raises(EngineDied, match=says):

@@ -3,17 +3,25 @@
 import sys
 from typing import Any
 
+from enginepool.workers.adapter_files import refuse_unserved
+from enginepool.workers.weights.checkpoint import CheckpointError
+
 
 def refuse_layers_without_room(manager: Any) -> None:
-    """Have an adapter refused when it is loaded if SGLang has no place for one of its layers. `manager` is SGLang's class
-    `LoRAManager`.
+    """Have an adapter refused when it is loaded if SGLang has no place for one of its layers, or would serve another
+    one. `manager` is SGLang's class `LoRAManager`.
 
-    SGLang looks for the place when a sequence first uses the adapter. If there is none, its scheduler ends.
+    SGLang looks for the place when a sequence first uses the adapter. If there is none, its scheduler ends. And those that an
+    engine is started with are read by SGLang alone.
     """
     module: Any = sys.modules[manager.__module__]
     initialize, load = manager.init_state, manager.load_lora_weights
 
     def check(self: Any, adapter: Any) -> None:
+        try:
+            refuse_unserved(adapter.config.hf_config)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from None
         for layer in adapter.layers:
             for name in layer.weights:
                 module.get_target_module_name(name, self.target_modules)  # raises ValueError

@@ -1,6 +1,8 @@
 """The part of `table.py` that is about generation."""
 
 from enginepool.workers.sglang.patches.modules import (
+    ADAPTER,
+    ADAPTER_CONFIG,
     ADAPTER_MANAGER,
     ADAPTERS,
     BATCH,
@@ -44,6 +46,8 @@ OF_GENERATION: tuple[Private, ...] = (
     *_private("generate/adapter_loads.py", ADAPTERS, ("LoRARegistry._counters", "read", "users of an adapter that are gone")),
     *_private("generate/adapter_loads.py", TOKENIZER, ("ReqState.obj", "read", "users of an adapter that are gone")),
     *_private("generate/adapter_loads.py", TOKENIZER, ("TokenizerManager.rid_to_state", "read", "users of an adapter")),
+    *_private("patches/adapter_layers.py", ADAPTER, ("LoRAAdapter.config layers", "read", "adapters that would be others")),
+    *_private("patches/adapter_layers.py", ADAPTER_CONFIG, ("LoRAConfig.hf_config", "read", "adapters that would be others")),
     *_private(
         "patches/adapter_layers.py", ADAPTER_MANAGER,
         (
