@@ -182,11 +182,13 @@ def farewell(event: EngineLost, *, worked: bool) -> tuple[Exiting, Exit]:
 
 class WeightsAnswered(WorkerEvent, frozen=True):
     """What a `RunWeights` led to, as the coordinator is to hear it. A `restored` without a code is not sent: the engine runs on
-    the weights. `weights`: with `prepared` and with `staged` as the answer to `verify`, what the engine will load."""
+    the weights. `weights`: with `prepared` and with `staged` as the answer to `verify`, what the engine will load. `found`:
+    with a `restored` that failed, the digest of what the engine has loaded instead."""
 
     answer: Answered
     frames: tuple[Frame, ...] = ()
     weights: NewWeights | None = None
+    found: str | None = None
 
 
 class LoadPrepared(WorkerEvent, frozen=True):

@@ -262,6 +262,14 @@ def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
     assert said(worker.hear(restore)) == [Ready(CAN, 3, "d", (0, 3))], "it has them"
 
 
+def test_an_engine_that_has_loaded_a_changed_checkpoint_is_not_called_by_the_weights_before() -> None:
+    worker = Worker()
+    worker.hear(Restore(3, "d", path="/checkpoint"))
+    failed = Restored(3, "needs_weights", "/checkpoint no longer holds the committed weights")
+    assert said(worker.do(WeightsAnswered(0, failed, found="other"))) == [failed], "it is asked again after a while"
+    assert Ready(CAN, 0, "other") in worker.again()
+
+
 def test_a_restore_that_fails_is_told() -> None:
     worker = Worker()
     worker.hear(Restore(3, "d"))

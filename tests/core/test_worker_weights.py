@@ -15,6 +15,8 @@ from enginepool.protocol.messages.weights import (
     Prepare,
     Prepared,
     ReleaseWeights,
+    Restore,
+    Restored,
     VerifyWeights,
 )
 from enginepool.workers.between_batches import BetweenBatches
@@ -178,3 +180,26 @@ def test_tokens_of_the_old_weights_are_said_before_the_new_ones_are() -> None:
 
     asyncio.run(run())
     assert [type(event) for event in events] == [StepsDone, WeightsAnswered]
+
+
+@pytest.mark.parametrize(
+    ("code", "digest", "found"), [("", "x", None), ("needs_weights", "d" * 32, None), ("needs_weights", "x", "x")]
+)
+def test_a_restore_that_failed_says_what_the_engine_has_loaded_instead(
+    code: str, digest: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, events = SteppingEngine(), list[WorkerEvent]()
+
+    async def restore(*_: object) -> Restored:
+        engine.digest = digest
+        return Restored(3, code, "")
+
+    async def run() -> None:
+        WeightExecutor("", cast(Engine, engine), events.append, asyncio.create_task).run(RunWeights(Restore(3, "e")))
+        while not events:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(weights, "restore", restore)
+    asyncio.run(asyncio.wait_for(run(), 60))
+    [event] = events
+    assert isinstance(event, WeightsAnswered) and event.found == found

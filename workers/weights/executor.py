@@ -151,7 +151,10 @@ class WeightExecutor:
         if isinstance(message, Restore):
             if update is None:
                 await self._buffers.close()  # of an update that another coordinator knows nothing of
-            self._answer(await restore(self._engine.weights, self._stager, message, self._roots))
+            before = self._engine.weights.digest
+            answer = await restore(self._engine.weights, self._stager, message, self._roots)
+            now = self._engine.weights.digest
+            self._feed(WeightsAnswered(time.monotonic(), answer, found=now if answer.code and now != before else None))
             return
         assert update is not None, "the machine answers requests of updates that are not open"
         if isinstance(message, Prepare):

@@ -255,9 +255,7 @@ class WorkerUpdates:
         """The executor reports. Returns what the coordinator hears."""
         if isinstance(event, WeightsAnswered):
             return self._answered(event)
-        if isinstance(event, LoadPrepared):
-            return self._load_prepared(event)
-        return self._stager_lost(event.reason)
+        return self._load_prepared(event) if isinstance(event, LoadPrepared) else self._stager_lost(event.reason)
 
     def _answered(self, event: WeightsAnswered) -> list[SendToCoordinator]:
         """A request was carried out, or could not be."""
@@ -266,7 +264,7 @@ class WorkerUpdates:
             self.inspecting.discard(answer.task)
             return [SendToCoordinator(answer, event.frames)]
         if isinstance(answer, Restored):
-            return self._restore_over(answer)
+            return self._restore_over(answer, event.found)
         update = self.open(answer.update)
         if isinstance(answer, WeightsLoaded):
             self.loading = None
@@ -322,9 +320,11 @@ class WorkerUpdates:
             return []
         return self._answer(update, Staged(update.prepare.update, code="update_aborted", message=reason))
 
-    def _restore_over(self, answer: Restored) -> list[SendToCoordinator]:
-        """A restore was done, which `ready` says; or not, and the answer says why."""
+    def _restore_over(self, answer: Restored, found: str | None) -> list[SendToCoordinator]:
+        """A restore was done, which `ready` says; or not, and the answer says why. `found` belongs to no version."""
         request, self.loading = self.loading, None
+        if found is not None:
+            self.version, self.digest = 0, found
         if answer.code or not isinstance(request, Restore):
             return [SendToCoordinator(answer)]
         self.version, self.digest = request.version, request.digest
@@ -340,8 +340,7 @@ class WorkerUpdates:
 
     def new_epoch(self) -> list[WorkerEffect]:
         """Another coordinator: the open update is over."""
-        if isinstance(self.waiting, LoadWeights):
-            self.waiting = None
+        self.waiting = None if isinstance(self.waiting, LoadWeights) else self.waiting
         if self.update is None:
             return []
         if WeightsLoaded in self.update.answers or isinstance(self.loading, LoadWeights):
