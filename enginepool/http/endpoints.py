@@ -16,7 +16,7 @@ from enginepool.http.build import Serving, build
 from enginepool.http.failures import body_of, error_body, status_of
 from enginepool.http.options import read_options
 from enginepool.http.refusals import refuse_template
-from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.messages import GroupStatus, StatusReport
 
 if TYPE_CHECKING:
     from enginepool.http.manager import PoolCall
@@ -52,6 +52,8 @@ class Endpoints:
         self._model = model
         self._settings = dict(settings)
         self._making: asyncio.Task[Serving] | None = None
+        #: how long sequences of the group may be is known
+        self._bounded = False
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes, within: float | None) -> Reply:
         """Answer a request. What is wrong with it is an answer, too.
@@ -87,9 +89,12 @@ class Endpoints:
             self._making = asyncio.create_task(self._make())
         try:
             # One request that ends takes nothing from the others that wait for the same.
-            return await asyncio.wait_for(asyncio.shield(self._making), within)
+            serving = await asyncio.wait_for(asyncio.shield(self._making), within)
         except TimeoutError:
             raise DeadlineExceeded(f"timeout: {within:g} s were over before the group was ready", field="timeout") from None
+        if not self._bounded:  # it waited for weights
+            self._bound(serving, named_group(await self._pool.status(within), self._group))
+        return serving
 
     async def _make(self) -> Serving:
         report: StatusReport = await self._pool.status(None)
@@ -97,9 +102,14 @@ class Endpoints:
         serving = await asyncio.to_thread(build, self._model or group.model, self._settings)
         report = await self._pool.ready(group=group.name)
         serving.manager.pool, serving.manager.group = self._pool, self._group
-        if (limits := named_group(report, group.name).limits) is not None:
-            serving.manager.context_len = min(serving.manager.context_len, limits.sequence_context or limits.context)
+        self._bound(serving, named_group(report, group.name))
         return serving
+
+    def _bound(self, serving: Serving, group: GroupStatus) -> None:
+        """Have requests without a limit of their own ask for no more tokens than the engines take."""
+        if (limits := group.limits) is not None:
+            self._bounded = True
+            serving.manager.context_len = min(serving.manager.context_len, limits.sequence_context or limits.context)
 
     async def _models(self, serving: Serving, name: str, within: float | None) -> Reply:
         """The model, and each adapter of the group by the name that `model` of a request takes."""

@@ -10,6 +10,7 @@ import pytest
 
 from enginepool.client.openai_calls import OpenAICalls
 from enginepool.errors import BadRequest, Busy, ConfigError, DeadlineExceeded, EngineFailed, Interrupted, PoolDown, UnknownGroup
+from enginepool.http import endpoints
 from enginepool.http.adapters import take_adapter
 from enginepool.http.build import SETTINGS, check_settings
 from enginepool.http.endpoints import Endpoints
@@ -236,3 +237,35 @@ def test_each_adapter_is_one_model_whether_engines_started_with_it_or_it_was_loa
     reply = asyncio.run(Ready(Status(), "", None, {}).answer("GET", "/v1/models", {}, b"", None))
     assert isinstance(reply.body, bytes)
     assert [card["id"] for card in json.loads(reply.body)["data"]] == ["m", "m:later", "m:math"]
+
+
+def test_the_context_of_the_engines_counts_also_where_it_was_not_known_to_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that needs weights counts as ready, and has no limits."""
+    limits = GroupLimits("causal", 8, 100, 8, operations=("generate",))
+    manager = SimpleNamespace(context_len=4096, served_model_name="m")
+
+    def build(model: str, settings: Any) -> Any:
+        return SimpleNamespace(manager=manager)
+
+    monkeypatch.setattr(endpoints, "build", build)
+    group = GroupStatus("policy", model="m", needs_weights="publish them")
+
+    class Status:
+        async def status(self, within: float | None) -> StatusReport:
+            return StatusReport(1, groups=[group])
+
+        async def ready(self, group: str) -> StatusReport:
+            return await self.status(None)
+
+    async def main() -> None:
+        served = Endpoints(Status(), "", None, {})
+        await served.answer("GET", "/v1/models", {}, b"", None)
+        assert manager.context_len == 4096
+        group.limits = limits
+        for _ in range(2):
+            await served.answer("GET", "/v1/models", {}, b"", None)
+            assert manager.context_len == 100
+
+    asyncio.run(main())
