@@ -8,6 +8,7 @@ A secret file has mode 0600, and is not read where others can read it. The role 
 coordinator reads that file again when it changes.
 """
 
+import errno
 import os
 import re
 import stat
@@ -142,30 +143,28 @@ def make_keys(folder: Path, names: Mapping[str, Role]) -> list[Path]:
     made: list[Path] = []
     try:
         make_private(folder)
-        if server.exists():
-            public = read_key(server).public
-        else:
-            public = _make(server, "server", "server", "")
-            made.append(server)
+        public = read_key(server).public if server.exists() else _make(server, "server", "server", "", made)
         lines: list[str] = []
         for name, role in names.items():
-            lines.append(f"{role} {_make(paths[name], name, role, public)} {name}\n")
-            made.append(paths[name])
+            lines.append(f"{role} {_make(paths[name], name, role, public, made)} {name}\n")
         # Last: a key that is not in it opens nothing.
         _append(folder / AUTHORIZED, "".join(lines))
     except OSError as error:
+        for path in made:  # they open nothing, and would be in the way of the next attempt
+            path.unlink(missing_ok=True)
         raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
     return made
 
 
-def _make(path: Path, name: str, role: str, server: str) -> str:
-    """A new key pair; returns the public key."""
+def _make(path: Path, name: str, role: str, server: str, made: list[Path]) -> str:
+    """A new key pair, in a file that is one of `made` from then on; returns the public key."""
     public, secret = (half.decode() for half in zmq.curve_keypair())
     key = Key(name, role, public, secret, server or public)
     # Names, roles and Z85 have nothing that TOML would want escaped.
     text = _ABOUT.format(name=name) + "".join(f'{field} = "{getattr(key, field)}"\n' for field in key.__struct_fields__)
     # Never through a link, never into a file that exists, and readable by this user alone from its first byte on.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    made.append(path)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
         file.write(text.encode())
@@ -175,10 +174,18 @@ def _make(path: Path, name: str, role: str, server: str) -> str:
 
 
 def _append(path: Path, text: str) -> None:
-    """Lines of their own, also after a last one that an editor has left without an end."""
+    """Lines of their own, also after a last one that an editor has left without an end; all of them, or none."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    try:
         os.fchmod(descriptor, 0o600)
         size = os.fstat(descriptor).st_size
         cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
-        file.write(b"\n" * bool(cut) + text.encode())
+        data = b"\n" * bool(cut) + text.encode()
+        try:
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 """The files of keys: who can read them, what is never overwritten, and what is refused in them."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -48,6 +49,33 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path: Path) -> N
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     make_keys(tmp_path, {"two": "worker"})
     assert read_key(tmp_path / "two.key").server == read_key(tmp_path / "one.key").server
+
+
+@pytest.mark.parametrize("fails", ["key", "list"])
+def test_a_full_disk_leaves_nothing_that_is_in_the_way_of_the_next_attempt(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder, {"one": "client"})
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write = os.write
+
+    def write_some(file: int, data: bytes) -> int:
+        return write(file, data[:10])
+
+    with monkeypatch.context() as patch:
+        if fails == "key":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr(os, "write", write_some)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            make_keys(folder, {"two": "worker", "three": "admin"})
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert len(make_keys(folder, {"two": "worker", "three": "admin"})) == 2
 
 
 @pytest.mark.parametrize("name", [" one", ""])
