@@ -7,6 +7,7 @@ another input, or made with other options, are noticed before anything is writte
 import fcntl
 import itertools
 import os
+import stat
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -191,18 +192,24 @@ class AnswerFile(Answers):
     def _drop_errors(self) -> None:
         """Rewrite the file without its error lines, so that those requests are made again and answered once."""
         decoder = msgspec.json.Decoder(_Answer)
-        part = self.path.with_name(self.path.name + ".part")
-        with open(part, "wb") as kept:
-            self._file.seek(0)
-            for text in self._file:
-                answer = decoder.decode(text)
-                if answer.error is None:
-                    kept.write(text)
-            kept.flush()
-            os.fsync(kept.fileno())
+        path = Path(os.path.realpath(self.path))  # a link stays one
+        part = path.with_name(path.name + ".part")
+        try:
+            with open(part, "wb") as kept:
+                os.fchmod(kept.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
+                self._file.seek(0)
+                for text in self._file:
+                    answer = decoder.decode(text)
+                    if answer.error is None:
+                        kept.write(text)
+                kept.flush()
+                os.fsync(kept.fileno())
+        except OSError as error:
+            part.unlink(missing_ok=True)  # it takes up the room that is left
+            raise CommandFailed(f"{part}: {error.strerror}; {self.path} is not changed") from None
         replaced = open(part, "a+b")  # noqa: SIM115 (becomes self._file)
         fcntl.flock(replaced, fcntl.LOCK_EX)
-        os.replace(part, self.path)
+        os.replace(part, path)
         self._file.close()
         self._file = replaced
         self.failed = 0

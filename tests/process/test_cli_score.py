@@ -1,6 +1,7 @@
 """`enginepool score` and its files: every line answered once, with any file there before and after any interruption."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -251,6 +252,40 @@ def test_errors_stay_until_they_are_asked_again(
     assert pool.asked == ["refuse"]
     assert records(target).keys() == {1, 2, 3}
     assert [path.name for path in target.parent.iterdir()] == ["in.jsonl", "out.jsonl"]
+
+
+def test_errors_are_asked_again_behind_a_link_and_for_the_same_readers(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    real = target.parent / "elsewhere" / "real.jsonl"
+    real.parent.mkdir()
+    real.touch(0o600)
+    target.symlink_to(real)
+    source.write_text('{"query": "a", "items": ["b"]}\n{"query": "refuse", "items": ["b"]}\n')
+    assert call("score", source, target)[0] == 1
+    source.write_text('{"query": "a", "items": ["b"]}\n{"query": "c", "items": ["b"]}\n')
+    assert call("score", source, target, "--retry-errors")[0] == 0
+    assert target.is_symlink() and "error" not in real.read_text() and records(real).keys() == {1, 2}
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in real.parent.iterdir()] == ["real.jsonl"]
+
+
+def test_a_full_disk_keeps_the_errors_that_were_to_be_asked_again_and_takes_no_room(
+    pool: StandIn, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = files
+    source.write_text('{"query": "a", "items": ["b"]}\n{"query": "refuse", "items": ["b"]}\n')
+    assert call("score", source, target)[0] == 1
+    before = target.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("enginepool.cli.answers.os.fsync", full)
+        code, _, err = call("score", source, target, "--retry-errors")
+    assert (code, target.read_bytes()) == (1, before)
+    assert err == f"enginepool: {target}.part: No space left on device; {target} is not changed\n"
+    assert sorted(path.name for path in target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_when_the_pool_is_down_the_run_stops_and_blames_no_line(pool: StandIn, files: tuple[Path, Path]) -> None:
