@@ -53,7 +53,10 @@ class Scene:
     def record(self, pid: int, *, index: int = 0, **fields: Any) -> Path:
         """What an earlier launcher wrote of its worker."""
         path = self.directory / "workers" / f"g-{index}.1.1.json"
-        record = {"group": "g", "index": index, "incarnation": path.stem, "pid": pid, "created": 0.0, "host": host_identity()}
+        record = {
+            "group": "g", "index": index, "incarnation": path.stem, "model": self.config.groups["g"].model, "pid": pid,
+            "created": 0.0, "host": host_identity(),
+        }  # fmt: skip
         path.write_bytes(msgspec.json.encode(record | fields))
         return path
 
@@ -266,6 +269,16 @@ def test_a_stager_whose_slot_was_removed_is_asked_to_end(scene: Scene, slot: str
         assert stager.wait(PATIENCE_S) == -signal.SIGTERM
     else:
         assert answers(stager)
+
+
+def test_a_worker_with_another_model_than_its_group_is_ended(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its answers would be those of another model than the status says, and than those of workers that start later."""
+    worker = scene.stranger()
+    path = scene.record(worker.pid, created=records.created_at(worker.pid), model="old")
+    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    line = f"worker {path.stem} is ended: the configuration gives g-0 the model sim, and it has old\n"
+    assert line in capfd.readouterr().err
 
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,11 @@ from enginepool.coordinator.launchers.fork_servers import LOG, ForkServers, Usab
 from enginepool.coordinator.launchers.gpus import all_gpus, allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.leftovers import Leftovers
 from enginepool.coordinator.launchers.stagers import Stagers
+from enginepool.coordinator.launchers.worker_record import WorkerRecord
 from enginepool.coordinator.shell.adapter_store import STORE
 from enginepool.coordinator.shell.log import log
 from enginepool.host import os_error
-from enginepool.host.child_process import ChildProcess, ProcessRecord, exists, read_record
+from enginepool.host.child_process import ChildProcess, exists, read_record
 from enginepool.host.fork_server import ForkServer
 from enginepool.host.kernel_caches import cache_variables
 
@@ -53,16 +54,6 @@ _GROUP_FIELDS = (
     "forwards_in_flight", "reserve_staging", "checkpoint_roots", "adapter_roots", "media_root", "media_urls",
     "profile_root", "save_roots", "kernel_cache",
 )  # fmt: skip
-
-
-class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
-    """A worker process as written to disk."""
-
-    group: str
-    index: int
-    incarnation: str
-    #: the GPUs that the pool gave it, as CUDA_VISIBLE_DEVICES has them; "": none
-    gpus: str = ""
 
 
 class _Worker:
@@ -112,11 +103,10 @@ class LocalLauncher:
                 # If its worker still runs, the worker connects like an external one.
                 path.unlink()
                 continue
-            config = self._config.groups.get(record.group)
-            lives = record.lives
+            lives, config = record.lives, self._config.groups.get(record.group)
             known = config is not None and record.index < config.workers
-            gpus = self._gpus_of(record.group, record.index) if known else ""
-            if lives and known and record.gpus == gpus:
+            wrong = record.why_ended(config, self._gpus_of(record.group, record.index) if known else "")
+            if lives and not wrong:
                 self._watch(record, ChildProcess(record.pid))
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
                 self._when_usable(record.group, record.index)  # for its successor
@@ -129,9 +119,7 @@ class LocalLauncher:
             else:
                 path.unlink()
             if lives:
-                name = f"{record.group}-{record.index}"
-                gives = f"gives {name} GPU {gpus or 'none'}, and it has {record.gpus or 'none'}"
-                log(f"worker {record.incarnation} is ended: the configuration {gives if known else f'has no worker {name}'}")
+                log(f"worker {record.incarnation} is ended: {wrong}")
             else:
                 last = cause(None, self.last_line(record.incarnation))
                 log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
@@ -174,8 +162,9 @@ class LocalLauncher:
                 spec = self._spec(group, index, incarnation, weights, self._stager(group, index, environment))
                 environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()
                 process = self._start_process(environment, output, server)
-            gpus = self._gpus_of(group, index)
-            record = WorkerRecord.of(process.pid, group=group, index=index, incarnation=incarnation, gpus=gpus)
+            named = {"group": group, "index": index, "incarnation": incarnation}
+            model, gpus = self._config.groups[group].model, self._gpus_of(group, index)
+            record = WorkerRecord.of(process.pid, **named, model=model, gpus=gpus)
             record.write(self._path(incarnation))
         except OSError as error:
             # The next coordinator would not find a worker without a record.
