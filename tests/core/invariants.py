@@ -103,7 +103,9 @@ def check_group(group: Group) -> None:
     check_version_queue(group.version_queue)
     entries = [request for queue in group.queues for lane in queue._lanes.values() for request in lane.requests()]
     entries += [request for _, _, request in group.version_queue._heap]
-    kept = [request for request in entries if request.state == DONE and not request.flying and request.work.frames]
+    tokenized = {worker.texts[task] for worker in group.workers.values() for task in worker.texts}
+    answered = [request for request in entries if request.state == DONE and not request.flying]
+    kept = [request for request in answered if request.work.frames and request not in tokenized]
     assert not kept, f"answered, and not charged: {kept}"
     batches = [batch for worker in group.workers.values() for batch in worker.batches.values()]
     for request in (request for request in entries if request.state == DONE):

@@ -21,12 +21,12 @@ from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Usage
+from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Tokenize, Usage
 from enginepool.protocol.messages.control import Control
 from tests.core.generations import CAN as GENERATES
 from tests.core.generations import generate
 from tests.core.invariants import check_replies
-from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
+from tests.core.machines import CAN, Pool, codes, config, failures, results, text, texts, work
 
 MB = 1 << 20
 WIDE = msgspec.structs.replace(CAN, vocab=5000)
@@ -147,6 +147,20 @@ def test_a_request_of_which_a_part_ran_leaves_no_payload_in_a_queue_either(conte
     pool.do(ev.ControlAsked(0, b"operator", Control(1, "pause", mode="abort" if pool.batches else "in_place")))
     assert codes(pool.do(ev.CancelAsked(0, client, 1))) == ["cancelled"]
     pool.finish_all()
+    assert not held(pool)
+
+
+def test_a_suspect_text_that_ends_while_it_is_tokenized_leaves_no_payload_in_the_queue_where_it_waited() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, text("a", ["b"]))
+    [request] = pool.machine.core.groups["g"].live
+    pool.machine.requests.blame([(request, False)], "it was not done")
+    pool.worker()
+    [asked] = texts(pool.sent)
+    assert isinstance(asked.message, Tokenize)
+    assert codes(pool.do(ev.CancelAsked(0, client, 1))) == ["cancelled"]
+    pool.do(ev.TextTokenized(0, asked.link, asked.message.task, [], []))
     assert not held(pool)
 
 

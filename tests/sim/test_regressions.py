@@ -107,6 +107,7 @@ GENERATIONS = [
         ("updates", "sleeping"),
         "a worker that slept right after a restore that failed was asked for another one meanwhile",
     ),
+    (440, 1, ("updates", "external"), "a suspect text that ended while it was tokenized left its payload where it had waited"),
 ]
 
 #: in rarer surroundings; seed, workers, flags

@@ -20,8 +20,6 @@ from enginepool.protocol.messages import TaskId
 
 #: states that no fact about the worker ends, but only a transition of their own
 _DECIDED = frozenset({WorkerState.RESTORING, WorkerState.LEAVING, WorkerState.LOST})
-#: of `timing.forward_s`: a task that generated nothing for so long, and was stopped, says something about its engine
-TELLING = 1 / 6
 
 
 # --- workers: how a state is found and entered ---------------------------------------------------------------------------
@@ -238,7 +236,7 @@ def end_batch(core: Context, batch: RunningBatch) -> None:
         if not worker.priorities[request.priority]:
             del worker.priorities[request.priority]
     if oldest:
-        worker.pass_time_on(batch, core.now, core.config.timing.forward_s * TELLING)
+        worker.pass_time_on(batch, core.now, core.config.timing.forward_s)
     if batch.trial:
         _end_trial(core, worker)
     elif worker.state is WorkerState.LATE:
@@ -270,6 +268,8 @@ def start_text(worker: Worker, task: TaskId, request: Request, due: float) -> No
 def end_text(core: Context, worker: Worker, task: TaskId) -> Request | None:
     """A text is tokenized, lost or taken back; None when the worker does not have it."""
     request = worker.texts.pop(task)
+    if request is not None and request.state == DONE:
+        request.drop_payload()
     trial = worker.group.trial
     if trial is not None and trial.id == task:
         _end_trial(core, worker)

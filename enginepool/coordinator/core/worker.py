@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from enginepool.coordinator.core.group import Group
     from enginepool.coordinator.core.worker_slot import WorkerSlot
 
+#: of `timing.forward_s`: a task that generated nothing for so long, and was stopped, says something about its engine
+TELLING = 1 / 6
+
 
 class Worker:
     """One incarnation of a worker process, on its newest link."""
@@ -141,10 +144,11 @@ class Worker:
         rows = next(batch for batch in batches if batch.slices[0][0].generation is None)
         return [rows, next(batch for batch in batches if batch.slices[0][0].generation is not None)]
 
-    def pass_time_on(self, ended: RunningBatch, now: float, telling: float) -> None:
+    def pass_time_on(self, ended: RunningBatch, now: float, forward_s: float) -> None:
         """The oldest of its tasks that generate has ended. Tokens of any of them give time to the oldest alone: the next one
-        has the time that this one had left. It keeps its own where that is longer and this one was stopped within `telling`
-        seconds, in which a busy engine may not have begun with it. Tasks that begin later have `telling` seconds at least."""
+        has the time that this one had left. It keeps its own where that is longer and this one was stopped before it was
+        `TELLING`: a busy engine may not have begun with it. Tasks that begin later have as much time at least."""
+        telling = forward_s * TELLING
         long = now - ended.began >= telling
         if self.generations:
             following = self.oldest()[-1]
