@@ -411,7 +411,8 @@ def plain_peer(router: Router) -> socket.socket:
     host, port = router.endpoint.removeprefix("tcp://").rsplit(":", 1)
     peer = socket.create_connection((host, int(port)), PATIENCE_S)
     peer.sendall(_GREETING)
-    assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
+    with peer.makefile("rb") as greeting:
+        assert len(greeting.read(64)) == 64
     peer.sendall(bytes([4, len(_READY)]) + _READY)
     return peer
 
