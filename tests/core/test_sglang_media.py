@@ -33,7 +33,27 @@ def test_images_wait_for_room_in_their_order_and_one_that_is_larger_than_all_roo
         assert took == ["large"] and room.free == 0
         waiting[1].cancel()
         await asyncio.wait(waiting)
-        assert not room._turn.locked()  # pyright: ignore[reportPrivateUsage]
+        room.add(10)
+        assert room.free == 10  # one that was cancelled has none
+
+    asyncio.run(scene())
+
+
+def test_media_of_a_higher_priority_get_room_first() -> None:
+    async def scene() -> None:
+        room, took = SharedRoom(10), list[str]()
+
+        async def take(name: str, priority: int) -> None:
+            held = await room.take(6, priority)
+            took.append(name)
+            held.give_back()
+
+        first = await room.take(10)
+        waiting = [asyncio.create_task(take(*one)) for one in (("low", 0), ("low", 0), ("high", 1))]
+        await asyncio.sleep(0)
+        first.give_back()
+        await asyncio.wait(waiting)
+        assert took == ["high", "low", "low"] and room.free == 10
 
     asyncio.run(scene())
 

@@ -227,7 +227,7 @@ class Sequences:
         try:
             await prefill.turn
             if self._decoded:
-                self._rooms[sequence] = await self._engine.room.take(self._decoded)
+                self._rooms[sequence] = await self._engine.room.take(self._decoded, self._task.priority)
             media = await plain(self._task.media)
             async with contextlib.aclosing(self._engine.ask(self._task, self._prompt, media, sequence, rid)) as answers:
                 async for answer in answers:
