@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from enginepool.workers.sglang.host import sentence_modules
 from enginepool.workers.sglang.host.sentence_modules import pooling_of
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.patches.pooling import means, pool_as_the_model_says
@@ -41,6 +42,28 @@ def folder(path: Path, kinds: list[str], *configs: Any) -> str:
 )
 def test_a_folder_says_how_rows_are_pooled(config: dict[str, Any], pooling: str, tmp_path: Path) -> None:
     assert pooling_of(folder(tmp_path, ["Pooling", "Normalize"], config), None, "BertModel") == pooling
+
+
+def test_a_hub_that_cannot_be_asked_is_no_model_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LocalEntryNotFoundError(FileNotFoundError):
+        """As of huggingface_hub, whose real one is also raised for 429 and 503."""
+
+    def down(model: str, name: str, revision: str | None) -> Path:
+        raise LocalEntryNotFoundError
+
+    monkeypatch.setattr(sentence_modules, "model_file", down)
+    known = set[str]()
+
+    def absent(model: str, _: str | None) -> bool:
+        return model in known
+
+    monkeypatch.setattr(sentence_modules, "_known_absent", absent)
+    for encoder in ("BertModel", "XLMRobertaModel", "Gemma3TextModel"):
+        with pytest.raises(SettingsError, match=r"modules\.json: the hub cannot be asked"):
+            pooling_of("who/what", None, encoder)
+    assert pooling_of("who/what", None, "Qwen3ForCausalLM") == ""
+    known.add("who/what")
+    assert pooling_of("who/what", None, "BertModel") == ""
 
 
 def test_a_folder_may_say_nothing(tmp_path: Path) -> None:

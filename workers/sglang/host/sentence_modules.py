@@ -4,6 +4,7 @@ SGLang pools by the class of a model: the first token of each BERT, also of thos
 And it leaves out what it does not find in the hub's cache. So the folder is asked. No SGLang here.
 """
 
+import importlib
 import json
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ _POOLINGS: dict[str, Pooling] = {
 }  # fmt: skip
 #: models for which SGLang computes dense layers behind the pooling, and those layers
 _WITH_DENSE = ("EmbeddingGemmaModel", "Gemma3TextModel")
+#: models whose class says nothing of how they were trained to pool, or leaves dense layers out
+_BY_FOLDER = ("BertModel", "XLMRobertaModel", *_WITH_DENSE)
 _DENSE, _PLAIN = "sentence_transformers.models.Dense", (None, "torch.nn.modules.linear.Identity")
 
 
@@ -30,7 +33,11 @@ def pooling_of(model: str, revision: str | None, architecture: str) -> Pooling:
     """
     try:
         modules: Any = json.loads(model_file(model, _LIST, revision).read_bytes())
-    except Exception:  # there is no such file; or the hub cannot be asked, whose client raises what it likes
+    except Exception as error:  # there is no such file; or the hub cannot be asked, whose client raises what it likes
+        unknown = type(error).__name__ == "LocalEntryNotFoundError" and not _known_absent(model, revision)
+        if unknown and architecture in _BY_FOLDER:
+            why = "the hub cannot be asked for it now, and its cache does not have it"
+            raise SettingsError(f"{_LIST}: {why}; it says how this model pools: download the whole model first") from None
         return ""
     found: Pooling = ""
     try:
@@ -46,6 +53,12 @@ def pooling_of(model: str, revision: str | None, architecture: str) -> Pooling:
     except (LookupError, TypeError, AttributeError) as error:
         raise SettingsError(f"{_LIST}: not a list of modules ({type(error).__name__}: {error})") from None
     return found
+
+
+def _known_absent(model: str, revision: str | None) -> bool:
+    """Whether the hub has said, at some time, that there is no such file."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    return hub.try_to_load_from_cache(model, _LIST, revision=revision) is hub._CACHED_NO_EXIST
 
 
 def _read(model: str, name: str, revision: str | None) -> Any:
