@@ -48,14 +48,18 @@ def redis_errors(url: str) -> Generator[None]:
         raise EngineError(f"{url}: {one_line(error)}") from None
 
 
-def refuse_incomplete(at: RedisUrl) -> None:
-    """Raise EngineError unless an engine can start from there. What Redis or the connection to it says is raised as it is."""
+def refuse_incomplete(at: RedisUrl, *, rows: bool = True) -> None:
+    """Raise EngineError unless an engine can start from there. What Redis or the connection to it says is raised as it is.
+
+    rows: it is for rows, which it may pool.
+    """
     with connected(at, ANSWER_S) as client:
         if client.exists(f"{at.name}/saving"):
             raise EngineError("the model there is not complete: it is being saved, or its save was killed")
         if not client.exists(f"{at.name}/files/config.json"):
             raise EngineError(f"there is no model: no key {at.name}/files/config.json")
-        if client.exists(f"{at.name}/files/modules.json"):
+        # Rerankers have such a list, too.
+        if rows and b"Pooling" in (client.get(f"{at.name}/files/modules.json") or b""):
             raise EngineError("its modules.json names folders, which SGLang does not read from Redis; load it from a folder")
 
 

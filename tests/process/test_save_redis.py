@@ -203,9 +203,14 @@ def test_an_engine_starts_from_a_complete_model_alone(redis: RedisServer, tmp_pa
     Worker(redis.root, tmp_path, str(tmp_path)).save("whole")
     redis.client.set("half/saving", "by another worker")
     redis.client.set("embeds/files/config.json", "{}")
-    redis.client.set("embeds/files/modules.json", "[]")
+    redis.client.set("embeds/files/modules.json", '[{"type": "sentence_transformers.models.Pooling"}]')
+    redis.client.set("ranks/files/config.json", "{}")
+    redis.client.set(
+        "ranks/files/modules.json", '[{"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}]'
+    )
     cases = (
         ("whole", ""),
+        ("ranks", ""),
         ("who", "there is no model: no key who/files/config.json"),
         ("half", "is not complete"),
         ("embeds", r"modules\.json names folders, which SGLang does not read from Redis"),
