@@ -161,7 +161,8 @@ def _modules_of(folder: Path) -> list[Path]:
     """The folders of what an embedding model does behind its transformer, with weights that engines do not change."""
     try:
         modules: Any = json.loads((folder / "modules.json").read_bytes())
-        return [folder / Path(module["path"]).name for module in modules if module["path"]]
+        names = [Path(module["path"]).name for module in modules]
+        return [folder / name for name in names if name not in ("", "..")]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
