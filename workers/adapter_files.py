@@ -27,8 +27,9 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
     "layer_replication": (None, []),
+    "lora_bias": (None, False),
+    "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
     "kasa_config": (None,),
@@ -134,7 +135,10 @@ def refuse_unserved(config: Mapping[str, Any]) -> None:
             )
             raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r:.80}, which SGLang does not serve; {same}")
     if (value := config.get("init_lora_weights")) not in _INITIALIZED:
-        convert = "save_pretrained with path_initial_model_for_weight_conversion makes an adapter of the model as it was"
+        convert = (
+            "save_pretrained with path_initial_model_for_weight_conversion makes an adapter of the model as it was; if the "
+            "group has the changed weights, set it to true"
+        )
         raise CheckpointError(
             f"{CONFIG_FILE}: init_lora_weights is {value!r:.40}, which changes the model's weights; {convert}"
         )

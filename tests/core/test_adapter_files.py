@@ -60,6 +60,8 @@ def test_its_digest_is_that_of_its_two_files(tmp_path: Path) -> None:
         ({**CONFIG, "rank_pattern": {"lin": 8}}, "rank_pattern"),
         ({**CONFIG, "alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
         ({**CONFIG, "use_qalora": True}, "use_qalora"),
+        ({**CONFIG, "lora_bias": True}, "lora_bias"),
+        ({**CONFIG, "trainable_token_indices": [5]}, "trainable_token_indices"),
         ({**CONFIG, "layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         *(({**CONFIG, "init_lora_weights": how}, f"init_lora_weights is '{how}', which changes the model") for how in CHANGING),
         ({**CONFIG, "target_modules": r".*\.(q|v)_proj"}, "target_modules is .*; SGLang takes a list of names"),
@@ -76,6 +78,7 @@ def test_a_configuration_that_would_be_served_as_another_one_is_refused(tmp_path
 @pytest.mark.parametrize("how", [True, False, "gaussian", "orthogonal", "eva", "mica"])
 def test_an_adapter_that_leaves_the_weights_of_the_model_alone_is_read(tmp_path: Path, how: object) -> None:
     others = {"alora_invocation_tokens": None, "layer_replication": None, "arrow_config": None, "use_qalora": False}
+    others |= {"layers_to_transform": [0]}  # SGLang has zeros for the other layers
     path = folder(tmp_path / "a", {**CONFIG, **others, "init_lora_weights": how})
     assert read(path, tmp_path)[0] == str(path)
 
