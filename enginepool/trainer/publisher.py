@@ -71,7 +71,8 @@ class WeightPublisher:
         trainer_group: a torch process group of all trainer ranks that nothing else uses
             (`torch.distributed.new_group(backend="gloo")`). A rank that fails while others gather a tensor holds them up for as
             long as the process group of that gather allows.
-        timeout: seconds for `start` until all is sent, and for `finish`.
+        timeout: seconds for `start` until all is sent, and for `finish`. Ranks above 0 need that of rank 0, too: without one of
+            their own, their `finish` gives the update up after two of it and `rank_timeout`.
         lease: seconds of silence after which the pool gives an update of this publisher up and serves on.
         collective_timeout: seconds for the process group to form, and for each bucket.
         rank_timeout: seconds in which all trainer ranks have to call `publish`, and after which a rank that says nothing (its
@@ -138,7 +139,7 @@ class WeightPublisher:
             timeout=check_timeout(timeout) or 600.0,
             collective_timeout=check_timeout(collective_timeout, "collective_timeout") or 60.0,
             rank_timeout=check_timeout(rank_timeout, "rank_timeout") or 10.0,
-            committed=self.wanted.clear,
+            committed=self._has_weights,
         )
         self._pool = pool
         self._retry_s = check_timeout(retry_timeout, "retry_timeout", zero=True) or 0.0
@@ -299,6 +300,10 @@ class WeightPublisher:
                         self._hear_wanted(CommittedWeightsLost(needy[0].name, needy[0].version or 0))
                 await self.wanted.wait()
                 await asyncio.sleep(WANTED_S)
+
+    def _has_weights(self) -> None:
+        self._times_wanted += 1  # a status from before this says nothing
+        self.wanted.clear()
 
     def _hear_wanted(self, wanted: CommittedWeightsLost) -> None:
         if wanted.group == self.group or not self.group:
