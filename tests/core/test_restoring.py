@@ -16,7 +16,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weights import MemoryRegion, Restore, Restored
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import EngineDied, EngineError
+from enginepool.workers.engine import EngineDied, EngineError, OnlyAtStart
 from enginepool.workers.engine_weights import EngineWeights, NewWeights
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
@@ -102,6 +102,18 @@ def test_only_a_new_engine_has_the_weights_that_it_started_with() -> None:
     with pytest.raises(EngineDied, match="starts with them again"):
         restored(engine, HOLDS, Restore(0, ""))
     assert not engine.took
+
+
+def test_an_engine_that_takes_weights_only_at_its_start_is_started_again_for_a_checkpoint_alone() -> None:
+    """For others it would be started again and again."""
+
+    class AtStart(FakeEngine):
+        async def load_weights(self, weights: NewWeights, version: int, digest: str) -> None:
+            raise OnlyAtStart("this engine takes weights only at its start")
+
+    assert "publish a checkpoint" in refusal(AtStart(OTHER), HOLDS, Restore(3, DIGEST))
+    with pytest.raises(EngineDied, match="other weights are committed"):
+        restored(AtStart(OTHER), HOLDS, Restore(3, DIGEST, path="/checkpoints/3"))
 
 
 def test_what_the_stager_holds_comes_before_any_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from enginepool.workers.sglang.host.settings import (
     engine_kwargs,
     is_deterministic,
     refuse_impossible,
+    refuse_shared_storage,
     reserved,
 )
 from enginepool.workers.sglang.score.packing_support import with_packing
@@ -236,6 +237,14 @@ def test_the_deterministic_mode_is_taken_on_a_gpu_and_refused_on_a_cpu_with_the_
     wanted("cpu", options={"enable_deterministic_inference": False})
     budgets(wanted(options=options), running(settings=options))
     assert is_deterministic(options) and not is_deterministic({"enable_deterministic_inference": False})
+
+
+def test_a_name_under_which_checkpoints_would_share_stored_kv_caches_is_refused() -> None:
+    named = {"served_model_name": "m"}
+    refuse_shared_storage(named)
+    refuse_shared_storage({"enable_lmcache": True})
+    with pytest.raises(SettingsError, match="served_model_name is refused with enable_lmcache"):
+        refuse_shared_storage(named | {"enable_lmcache": True})
 
 
 def test_cached_queries_are_refused_where_the_deterministic_mode_turns_the_radix_cache_off() -> None:

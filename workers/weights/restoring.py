@@ -38,6 +38,8 @@ async def restore(engine: EngineWeights, stager: StagerLink, message: Restore, r
             # What is loaded is a checkpoint of no version.
             await engine.load_weights(NewWeights(), 0, engine.digest)
         except OnlyAtStart as error:
+            if not message.path:  # started again, it would not have them either
+                return Restored(message.version, "needs_weights", f"{error}; publish a checkpoint")
             raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
         except (MissingWeights, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
             # Its name has the digest, and clients read this.

@@ -23,7 +23,7 @@ from enginepool.workers.sglang.generate.video import bound_frames
 from enginepool.workers.sglang.host.model_size import model_config
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, change_connectors, run_detokenizer, run_other, run_scheduler
 from enginepool.workers.sglang.host.sentence_modules import Pooling, pooling_of
-from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
+from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible, refuse_shared_storage
 from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches import modules
 from enginepool.workers.sglang.patches.packed_forwards import keep_graphs
@@ -79,9 +79,8 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
     # SGLang would look for tensors by the names of a checkpoint, and end with the first that it does not find.
     if (needed := form_of(folder)) and (form := settings.options.get("load_format", "auto")) != needed:
         raise SettingsError(f"engine option load_format={form!r} is refused: this folder was saved by a pool, as {needed!r}")
-    remote = parse_redis(model)
-    if remote is not None:
-        refuse_incomplete(remote)
+    if (remote := parse_redis(model)) is not None:
+        refuse_incomplete(remote, rows=not settings.generates)
     if folder.is_dir() and settings.options.get("load_format", "auto") in ("auto", "safetensors"):
         try:
             refuse_damaged(folder)
@@ -94,6 +93,7 @@ def prepare(settings: EngineSettings) -> PreparedEngine:
         version: str = importlib.import_module(modules.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
+    refuse_shared_storage(settings.options)
     # SGLang takes no name with a colon, and by default it is the model's.
     options = settings.options if remote is None else {"served_model_name": remote.name} | settings.options
     settings = msgspec.structs.replace(settings, model=model, device=device, options=options)

@@ -12,13 +12,13 @@ def replicas_of(settings: Mapping[str, Any]) -> int:
 
 #: Settings with which SGLang has KV caches in a storage. A flush leaves them, and they are found by tokens alone: prompts would
 #: get those of old weights.
-_STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
+STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
 #: setting -> what weight updates do not reach
 _APART = {
     "dp_size": "its replicas",
     "pp_size": "its later stages",
     "speculative_draft_model_path": "the draft model",
-    **dict.fromkeys(_STORAGES, "the KV caches in its storage"),
+    **dict.fromkeys(STORAGES, "the KV caches in its storage"),
 }
 
 
@@ -36,6 +36,6 @@ class Processes:
         """Those of an engine with these settings."""
         replicas = 1 if settings.get("enable_dp_attention") else replicas_of(settings)
         apart = [name for name in ("dp_size", "pp_size") if (settings.get(name) or 1) > 1]
-        apart += [name for name in ("speculative_draft_model_path", *_STORAGES) if settings.get(name)]
+        apart += [name for name in ("speculative_draft_model_path", *STORAGES) if settings.get(name)]
         why = f"engine option {apart[0]}={settings[apart[0]]}: weight updates do not reach {_APART[apart[0]]}" if apart else ""
         return cls(settings.get("tp_size") or 1, replicas * (settings.get("pp_size") or 1), why)

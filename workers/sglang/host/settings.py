@@ -17,7 +17,7 @@ from typing import Any
 
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.packing_settings import PACKED, refused_for_packing
-from enginepool.workers.sglang.host.processes import replicas_of
+from enginepool.workers.sglang.host.processes import STORAGES, replicas_of
 
 #: What SGLang calls for new weights: `weights.load`, in its own processes.
 LOADER = "enginepool.workers.sglang.weights.loader.load"
@@ -69,6 +69,16 @@ def refuse_impossible(settings: EngineSettings) -> None:
             raise SettingsError(
                 f"engine option {name}={value!r} is refused on a CPU: SGLang's batch-invariant kernels need a GPU"
             )
+
+
+def refuse_shared_storage(options: Mapping[str, Any]) -> None:
+    """Raise SettingsError for options of the user with which a checkpoint would find the KV caches of another one."""
+    stored = next((name for name in STORAGES if options.get(name)), "")
+    if stored and options.get("served_model_name"):
+        raise SettingsError(
+            f"engine option served_model_name is refused with {stored}: SGLang stores KV caches by it, and a published "
+            "checkpoint would get those of the old weights; without it they are stored by the path of the model"
+        )
 
 
 def is_deterministic(resolved: Mapping[str, Any]) -> bool:
