@@ -84,7 +84,7 @@ class Worker:
         #: of `batches`, the tasks that generate: how many, and the sums of their cost and rows. These, and those of the
         #: rest, are never over what the worker declared.
         self.generations = self.sequence_tokens = self.sequences = 0
-        #: the last of these tasks was late when it was stopped: with the next one, seconds until the engine must generate
+        #: tasks of these were stopped before the engine had generated anything for long: seconds that it has for the next one
         self.time_left: float | None = None
         #: by priority: how many of `batches` are tasks that generate
         self.priorities: dict[int, int] = {}
@@ -147,15 +147,19 @@ class Worker:
     def pass_time_on(self, ended: RunningBatch, now: float, forward_s: float) -> None:
         """The oldest of its tasks that generate has ended. Tokens of any of them give time to the oldest alone: the next one
         has the time that this one had left. It keeps its own where that is longer and this one was stopped before it was
-        `TELLING`: a busy engine may not have begun with it. Tasks that begin later have as much time at least."""
+        `TELLING`: a busy engine may not have begun with it. Tasks that begin later have as much time at least.
+
+        The first one that was stopped takes no time from others: it may have been long, or have waited for its grammar."""
         telling = forward_s * TELLING
         long = now - ended.began >= telling
         if self.generations:
             following = self.oldest()[-1]
-            if long or following.deadline < ended.deadline:
+            if following.deadline < ended.deadline or (long and self.time_left is not None):
                 following.deadline, following.late = ended.deadline, ended.late
+            elif long and following.deadline > ended.deadline:
+                self.time_left = forward_s
         elif long and now > ended.late:
-            self.time_left = max(telling, ended.deadline - now)
+            self.time_left = forward_s if self.time_left is None else max(telling, ended.deadline - now)
 
     def owed(self) -> list[RunningBatch]:
         """Those of the oldest that may be late: generations that stand still in a paused group are not."""

@@ -194,7 +194,7 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     allowed = max(timing.forward_s, timing.forward_factor * expected)
     batch.began, batch.deadline = core.now, core.now + allowed
     if generation is not None and worker.time_left is not None:
-        batch.deadline = core.now + worker.time_left
+        batch.deadline -= max(0.0, timing.forward_s - worker.time_left)
     batch.late = batch.deadline - allowed / 2
     post_batch(core, batch)
 
