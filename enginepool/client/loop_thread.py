@@ -24,8 +24,8 @@ class LoopThread:
     def __init__(self) -> None:
         self._process = os.getpid()
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        #: held while a call is given to the loop, and when the loop takes no more
-        self._lock = threading.Lock()
+        #: held while a call is given to the loop, and when the loop takes no more; a signal handler may call meanwhile
+        self._lock = threading.RLock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(running,), name="enginepool", daemon=True)
         self._thread.start()

@@ -1,5 +1,6 @@
 """Blocking facades have the methods, signatures and docstrings of the async classes, and a type checker knows their results."""
 
+import asyncio
 import inspect
 import queue
 import threading
@@ -82,6 +83,22 @@ def test_every_call_that_another_thread_makes_while_the_loop_ends_returns() -> N
     begun.wait()
     thread.stop()
     assert {ended.get(timeout=20) for _ in range(count)} <= {PoolClosed, CancelledError}
+
+
+def test_a_signal_handler_can_call_while_its_thread_gives_a_call_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, give, given = LoopThread(), asyncio.run_coroutine_threadsafe, list[int]()
+
+    async def number(value: int) -> int:
+        return value
+
+    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give)
+        given.append(thread.call(number(1), 20.0))
+        return give(work, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    assert (thread.call(number(2)), given) == (2, [1])
+    thread.stop()
 
 
 def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
