@@ -137,11 +137,12 @@ def serve(requests: socket.socket) -> Forked:
         if _forked(request.leads_session, write):
             requests.close()
             os.close(read)
-            *given, wanted = descriptors
-            if not os.read(wanted, 1):  # the other end did not wait for it
-                os._exit(0)
-            os.close(wanted)
-            return Forked(request, given)
+            given = len(request.numbers)
+            for wanted in descriptors[given:]:  # none where there is room for no more
+                if not os.read(wanted, 1):  # the other end did not wait for it
+                    os._exit(0)
+                os.close(wanted)
+            return Forked(request, descriptors[:given])
         with contextlib.suppress(BrokenPipeError):
             requests.send(os.read(read, 32))
         for descriptor in (read, *descriptors):
