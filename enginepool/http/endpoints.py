@@ -87,13 +87,16 @@ class Endpoints:
         """SGLang's part, once it is made and the group has a worker."""
         if self._making is None or (self._making.done() and (self._making.cancelled() or self._making.exception())):
             self._making = asyncio.create_task(self._make())
+        loop = asyncio.get_running_loop()
+        until = None if within is None else loop.time() + within
         try:
             # One request that ends takes nothing from the others that wait for the same.
             serving = await asyncio.wait_for(asyncio.shield(self._making), within)
         except TimeoutError:
             raise DeadlineExceeded(f"timeout: {within:g} s were over before the group was ready", field="timeout") from None
         if not self._bounded:  # it waited for weights
-            self._bound(serving, named_group(await self._pool.status(within), self._group))
+            left = None if until is None else max(until - loop.time(), 0.001)
+            self._bound(serving, named_group(await self._pool.status(left), self._group))
         return serving
 
     async def _make(self) -> Serving:
