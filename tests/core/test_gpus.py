@@ -171,3 +171,8 @@ def test_named_gpus_are_as_many_as_the_engine_needs(wrong: GroupConfig, line: st
 def test_gpus_of_an_engine_that_uses_none_may_be_named() -> None:
     config = PoolConfig(groups={"a": group(1, engine="sim", gpus=["0,1"], options={"tp_size": "none"})})
     assert check_config(config, where="test") is config
+
+
+def test_a_gpu_that_is_visible_twice_is_that_of_two_workers_also_after_a_restart() -> None:
+    groups = {"g": GroupConfig(model="m", workers=2, device="cuda")}
+    assert allocate_gpus(groups, ["0", "0"], {("g", 0): "0", ("g", 1): "0"}) == {"g": ["0", "0"]}

@@ -207,7 +207,7 @@ def test_no_worker_is_started_before_the_sessions_of_earlier_ones_have_ended(
         launcher.stop_all()
 
     asyncio.run(story())
-    assert [exited.reason for exited in scene.exited] == ["it is not wanted"]
+    assert scene.exited[0].reason == "it is not wanted"  # the loop may hear of the end of the other one, too
     for child in children:
         child.wait(PATIENCE_S)
 
@@ -279,6 +279,45 @@ def test_a_worker_with_another_model_than_its_group_is_ended(scene: Scene, capfd
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
     line = f"worker {path.stem} is ended: the configuration gives g-0 the model sim, and it has old\n"
     assert line in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("held", "starts"), [("1", True), ("0", False), ("", False), ("GPU-1", False)])
+def test_a_process_that_never_ends_keeps_workers_from_its_own_gpus_alone(
+    scene: Scene,
+    held: str,
+    starts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    children: "list[subprocess.Popen[bytes]]",
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As one does that waits for the driver of a broken GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("enginepool.coordinator.launchers.leftovers.LATE_S", 0.01)
+    group = GroupConfig(model="none", fork_server=False)
+    scene.config = msgspec.structs.replace(scene.config, groups={"g": group})
+    stuck, left = scene.stranger(), scene.stranger()
+    scene.record(stuck.pid, index=1, created=records.created_at(stuck.pid), gpus=held)
+
+    def session_member(_: int) -> int:
+        return left.pid
+
+    monkeypatch.setattr(records, "session_member", session_member)
+
+    async def story() -> None:
+        launcher = LocalLauncher(LauncherContext(scene.config, scene.directory, "ipc://nowhere", None, scene.exited.append))
+        launcher.adopt()
+        await asyncio.to_thread(stuck.wait, PATIENCE_S)
+        await asyncio.sleep(0.1)
+        first = len(children)
+        assert launcher.start("g", 0, "g-0.2.0")
+        assert (len(children) > first) == starts
+        launcher.stop_all()
+
+    asyncio.run(story())
+    assert f"session {stuck.pid} still has a process after 0.01 s" in capfd.readouterr().err
+    for child in children:
+        child.kill()
+        child.wait(PATIENCE_S)
 
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +538,8 @@ def test_a_stager_whose_gpu_is_another_worker_s_now_is_started_again_with_its_ow
             while gpus == "0" and not (path.exists() and b'"gpus":"1"' in path.read_bytes()):
                 await asyncio.sleep(0.01)
         assert (earlier.poll() is None) == (gpus == "1")
+        # It was asked to end: it writes the snapshots that it owes.
+        assert gpus == "1" or earlier.returncode == -signal.SIGTERM
         stagers.end()
 
     asyncio.run(story())

@@ -70,7 +70,8 @@ def allocate_gpus(
         names = _names([(used or {}).get(slot, "")])
         if len(names) == gpus_per_worker(groups[slot[0]]) and set(names) <= set(free):
             kept[slot] = names
-            free = [gpu for gpu in free if gpu not in names]
+            for gpu in names:  # CUDA_VISIBLE_DEVICES may name one twice, for two workers
+                free.remove(gpu)
     for name in wanting:
         allocated[name] = []
     for slot in slots:
@@ -85,6 +86,14 @@ def all_gpus(allocated: Mapping[str, Sequence[str]]) -> str | None:
     """All GPUs of these workers, as CUDA_VISIBLE_DEVICES names them; None: none was allocated."""
     names = [name for entries in allocated.values() for name in _names(entries)]
     return ",".join(dict.fromkeys(names)) if names else None
+
+
+def surely_apart(first: str, second: str) -> bool:
+    """Whether two workers have no GPU in common, by their CUDA_VISIBLE_DEVICES. A number and a UUID may be one GPU."""
+    one, other = ([name for name in _names([entry]) if name] for entry in (first, second))
+    if not one or not other or len({name.isdecimal() for name in (*one, *other)}) > 1:
+        return False
+    return not any(_same(a, b) for a in one for b in other)
 
 
 def _hidden_gpus() -> bool:

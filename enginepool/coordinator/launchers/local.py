@@ -140,7 +140,7 @@ class LocalLauncher:
             if incarnation in self._waiting:
                 self._when_usable(group, index, launch)
 
-        self._leftovers.when_gone(prepare)
+        self._leftovers.when_gone(self._gpus_of(group, index), prepare)
         return incarnation in self._waiting or incarnation in self._workers
 
     def _when_usable(self, group: str, index: int, then: Usable = lambda server: None) -> None:

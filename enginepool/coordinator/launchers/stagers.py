@@ -95,7 +95,7 @@ class Stagers:
                 process = ChildProcess(record.pid)
                 self._runs(slot, process)
                 if record.gpus != visible:  # those are another worker's now; it is started again with its own
-                    process.kill()
+                    _ask_to_end(process)  # after the snapshots that it owes, which no other process may have
         self._start(slot)
         return path
 
