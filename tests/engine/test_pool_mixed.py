@@ -26,7 +26,7 @@ safetensors: Any = importlib.import_module("safetensors.torch")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: tokens of a sequence that still runs when new weights arrive, and of one for which they wait
-LONG, SHORT = 1500, 200
+LONG, SHORT = 3500, 200
 #: tokens under the new weights, after which a sequence need not go on
 ENOUGH = 40
 #: seconds between scores that a client asks for: there are some in each part of a scene
