@@ -176,3 +176,7 @@ def test_gpus_of_an_engine_that_uses_none_may_be_named() -> None:
 def test_a_gpu_that_is_visible_twice_is_that_of_two_workers_also_after_a_restart() -> None:
     groups = {"g": GroupConfig(model="m", workers=2, device="cuda")}
     assert allocate_gpus(groups, ["0", "0"], {("g", 0): "0", ("g", 1): "0"}) == {"g": ["0", "0"]}
+
+
+def test_a_worker_that_had_a_gpu_twice_gets_others_where_it_is_visible_once() -> None:
+    assert allocate_gpus({"a": pair(1)}, ["0", "1"], {("a", 0): "0,0"}) == {"a": ["0,1"]}

@@ -1,6 +1,7 @@
 """Which GPUs each worker of this host gets: the GPUs that are visible here, and their allocation to workers."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def allocate_gpus(
     kept: dict[tuple[str, int], list[str]] = {}
     for slot in slots:
         names = _names([(used or {}).get(slot, "")])
-        if len(names) == gpus_per_worker(groups[slot[0]]) and set(names) <= set(free):
+        if len(names) == gpus_per_worker(groups[slot[0]]) and Counter(names) <= Counter(free):
             kept[slot] = names
             for gpu in names:  # CUDA_VISIBLE_DEVICES may name one twice, for two workers
                 free.remove(gpu)
