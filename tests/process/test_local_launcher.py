@@ -240,19 +240,29 @@ def test_an_adopted_worker_keeps_its_gpu_and_no_other_worker_gets_it(
         child.wait(PATIENCE_S)
 
 
-def test_a_worker_whose_gpu_is_another_worker_s_now_is_ended(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("had", "why"),
+    [
+        ({"gpus": "1"}, "gives g-0 GPU 0, and it has 1"),  # this one is another worker's now
+        # Its answers would be those of another model than the status says, and than those of workers that start later.
+        ({"model": "old"}, "gives g-0 the model none, and it has old"),
+        ({"model": ""}, "gives g-0 the model none, and it has an unknown one"),
+    ],
+    ids=["gpus", "model", "unknown model"],
+)
+def test_a_worker_that_is_not_what_the_configuration_says_is_ended(
+    scene: Scene, had: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     group = GroupConfig(model="none", fork_server=False)
     groups = {"other": msgspec.structs.replace(group, gpus=["1"]), "g": group}
     scene.config = msgspec.structs.replace(scene.config, groups=groups)
     worker = scene.stranger()
-    path = scene.record(worker.pid, created=records.created_at(worker.pid), gpus="1")
+    fields: dict[str, Any] = {"created": records.created_at(worker.pid), "gpus": "0", **had}
+    path = scene.record(worker.pid, **fields)
     assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
-    line = f"worker {path.stem} is ended: the configuration gives g-0 GPU 0, and it has 1\n"
-    assert line in capfd.readouterr().err
+    assert f"worker {path.stem} is ended: the configuration {why}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("slot", "ends"), [("g.0", False), ("g.1", True), ("other.0", True)])
@@ -269,16 +279,6 @@ def test_a_stager_whose_slot_was_removed_is_asked_to_end(scene: Scene, slot: str
         assert stager.wait(PATIENCE_S) == -signal.SIGTERM
     else:
         assert answers(stager)
-
-
-def test_a_worker_with_another_model_than_its_group_is_ended(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its answers would be those of another model than the status says, and than those of workers that start later."""
-    worker = scene.stranger()
-    path = scene.record(worker.pid, created=records.created_at(worker.pid), model="old")
-    assert scene.run(lambda launcher: launcher.adopt()) == [EarlierWorker("g", 0, path.stem, lives=False)]
-    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
-    line = f"worker {path.stem} is ended: the configuration gives g-0 the model sim, and it has old\n"
-    assert line in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("held", "starts"), [("1", True), ("0", False), ("", False), ("GPU-1", False)])

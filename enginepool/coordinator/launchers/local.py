@@ -104,8 +104,7 @@ class LocalLauncher:
                 path.unlink()
                 continue
             lives, config = record.lives, self._config.groups.get(record.group)
-            known = config is not None and record.index < config.workers
-            wrong = record.why_ended(config, self._gpus_of(record.group, record.index) if known else "")
+            wrong = record.why_ended(config, self._gpus_of(record.group, record.index))
             if lives and not wrong:
                 self._watch(record, ChildProcess(record.pid))
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
@@ -233,8 +232,9 @@ class LocalLauncher:
         return environment
 
     def _gpus_of(self, group: str, index: int) -> str:
-        """The GPUs of a worker slot, as CUDA_VISIBLE_DEVICES has them; "": it gets none of its own."""
-        return self._gpus[group][index] if group in self._gpus else ""
+        """The GPUs of a worker slot, as CUDA_VISIBLE_DEVICES has them; "": it gets none of its own, or is none."""
+        gpus = self._gpus.get(group, [])
+        return gpus[index] if index < len(gpus) else ""
 
     def _stager(self, group: str, index: int, environment: Mapping[str, str]) -> str:
         """The socket of the stager of this worker; "" where updates are impossible."""
