@@ -50,6 +50,9 @@ def length(request: int, sequence: int) -> int:
 class World:
     """One client, one coordinator at a time, one worker that generates what `token` says."""
 
+    #: workers that are lost: a request that more of them die of is refused
+    most_losses: float = 2
+
     def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch, top: int) -> None:
         self.rng, self.monkeypatch, self.top = rng, monkeypatch, top
         self.session = ClientSession(b"c" * 16, b"t" * 16, rng.random)
@@ -162,9 +165,8 @@ class World:
             self.hear(self.pool.step(self.worker, *steps, logprobs=True, top=self.top, prompts=list(prompts.values())))
 
     def lose_worker(self) -> None:
-        """At most twice: a request that more workers die of is refused."""
         self.losses += 1
-        if self.losses > 2:
+        if self.losses > self.most_losses:
             return
         self.hear(self.pool.do(ev.WorkerBroken(0, self.worker, "it broke")))
         self.progress.clear()
