@@ -31,8 +31,7 @@ class Worker:
         "detail", "digest", "done", "epoch_confirmed", "followed", "generations", "group", "halvings", "heard", "host",
         "incarnation", "joined", "link", "missing_snapshot", "missing_weights", "name", "named", "order", "pace",
         "packed_in_a_row", "packed_pace", "pid", "priorities", "prompt_tokens", "restore_due", "rows", "sequence_tokens",
-        "sequences", "since", "slot", "stage", "stamp", "state", "texts", "time_left", "unread_media",
-        "version",
+        "sequences", "since", "slot", "stage", "stamp", "state", "texts", "time_left", "unread_media", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -145,11 +144,12 @@ class Worker:
         return [rows, next(batch for batch in batches if batch.slices[0][0].generation is not None)]
 
     def pass_time_on(self, ended: RunningBatch, now: float, forward_s: float) -> None:
-        """The oldest of its tasks that generate has ended. Tokens of any of them give time to the oldest alone: the next one
-        has the time that this one had left. It keeps its own where that is longer and this one was stopped before it was
-        `TELLING`: a busy engine may not have begun with it. Tasks that begin later have as much time at least.
+        """The oldest of its tasks that generate has ended. Tokens of any of them give time to the oldest alone, whose deadline
+        says when the worker is lost. So the next task takes that deadline over: always if it is later, and if it is earlier
+        only where this task was stopped after `TELLING`. A busy engine may not have begun with one that was stopped sooner.
+        Where there is no next task, `time_left` keeps the seconds that were left.
 
-        The first one that was stopped takes no time from others: it may have been long, or have waited for its grammar."""
+        The first task that was stopped so shortens no other one: it may have been long, or have waited for its grammar."""
         telling = forward_s * TELLING
         long = now - ended.began >= telling
         if self.generations:
